@@ -13,7 +13,7 @@ from typing import Any
 from fastinfer import LLM, SamplingParams, hub
 from fastinfer._C import set_num_threads
 from fastinfer.benchmarks.report import write_json
-from fastinfer.engine.stage_worker import StageWorker
+from fastinfer.engine.rank_worker import RankWorker
 
 CASES = ("one process", "one in flight", "all stages")
 
@@ -70,7 +70,7 @@ def seconds(llm: LLM, num_prompts: int, prompt_tokens: int, max_tokens: int) -> 
 def set_in_flight(llm: LLM, count: int) -> None:
     """Limit the steps in flight; none may be in flight now."""
     worker = llm.engine.worker
-    assert isinstance(worker, StageWorker)
+    assert isinstance(worker, RankWorker)
     worker.num_slots, worker._next_slot = count, 0
 
 

@@ -175,6 +175,19 @@ class ProcessGroup {
     parallel::initialize(*static_cast<parallel::Group*>(info.ptr), size, slot_bytes, deadline, num_messages);
   }
 
+  static void initialize_team(const py::buffer& memory, int64_t offset, int64_t first_rank, int64_t size) {
+    const py::buffer_info info = memory.request(true);
+    const auto bytes = info.size * info.itemsize;
+    auto* const whole = static_cast<parallel::Group*>(info.ptr);
+    const auto group_bytes = static_cast<int64_t>(parallel::group_bytes(whole->slot_bytes));
+    if (offset < group_bytes || offset % alignof(parallel::Group) != 0 || bytes < offset + group_bytes) {
+      throw std::invalid_argument("a team must lie behind the group in its memory, got the offset " +
+                                  std::to_string(offset) + " in " + std::to_string(bytes) + " bytes");
+    }
+    parallel::initialize_team(*reinterpret_cast<parallel::Group*>(static_cast<std::byte*>(info.ptr) + offset), *whole,
+                              first_rank, size);
+  }
+
  private:
   const py::buffer memory_;
   const int rank_;
@@ -187,6 +200,8 @@ void define_process_group(py::module_& m) {
       .def(py::init<py::buffer, int>(), py::arg("memory"), py::arg("rank"))
       .def_static("initialize", &ProcessGroup::initialize, py::arg("memory"), py::arg("size"), py::arg("slot_bytes"),
                   py::arg("deadline"), py::arg("num_messages"), "Make a group in memory of zeros.")
+      .def_static("initialize_team", &ProcessGroup::initialize_team, py::arg("memory"), py::arg("offset"),
+                  py::arg("first_rank"), py::arg("size"), "Make a team behind the group in its memory.")
       .def_static("num_bytes", &parallel::group_bytes, py::arg("slot_bytes"), "Size of its memory.")
       .def("send", &ProcessGroup::send, py::arg("words"), released, "Rank 0: send the other ranks a message.")
       .def("receive", &ProcessGroup::receive, released, "Other ranks: wait for a message.")

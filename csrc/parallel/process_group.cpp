@@ -44,8 +44,14 @@ void relax(int round) {
   }
 }
 
-void check_not_aborted(const Group& group) {
-  if (group.aborted.load(std::memory_order_acquire) != 0) throw std::runtime_error("the group of ranks was aborted");
+// The group that a team is part of, or the group itself.
+Group& whole(Group& group) {
+  return *reinterpret_cast<Group*>(reinterpret_cast<std::byte*>(&group) - group.whole_offset);
+}
+
+void check_not_aborted(Group& group) {
+  if (whole(group).aborted.load(std::memory_order_acquire) != 0)
+    throw std::runtime_error("the group of ranks was aborted");
 }
 
 // Waits until ready() holds for each of the ranks first .. end - 1.
@@ -60,7 +66,7 @@ void wait_for_ranks(Group& group, int first, int64_t end, const char* what, cons
     relax(round);
     if (round % 64 == 63 && Clock::now() - start > std::chrono::nanoseconds(group.deadline_ns)) {
       abort(group);
-      throw std::runtime_error("rank " + std::to_string(rank) + " did not " + what + " within " +
+      throw std::runtime_error("rank " + std::to_string(group.first_rank + rank) + " did not " + what + " within " +
                                std::to_string(group.deadline_ns / 1'000'000) + " ms");
     }
   }
@@ -93,6 +99,16 @@ void initialize(Group& group, int64_t size, int64_t slot_bytes, double deadline_
   group.num_messages = num_messages;
 }
 
+void initialize_team(Group& team, const Group& whole, int64_t first_rank, int64_t size) {
+  if (first_rank < 0 || size < 1 || first_rank + size > whole.size) {
+    throw std::invalid_argument("a team must have ranks of a group of " + std::to_string(whole.size) + ", got " +
+                                std::to_string(size) + " from " + std::to_string(first_rank) + " on");
+  }
+  initialize(team, size, whole.slot_bytes, static_cast<double>(whole.deadline_ns) * 1e-9);
+  team.whole_offset = reinterpret_cast<const std::byte*>(&team) - reinterpret_cast<const std::byte*>(&whole);
+  team.first_rank = first_rank;
+}
+
 std::byte* next_slot(Group& group, int rank) {
   const uint64_t number = group.ranks[rank].arrived.load(std::memory_order_relaxed);
   return reinterpret_cast<std::byte*>(&group) + kSlotsOffset + number % 2 * static_cast<size_t>(group.slot_bytes);
@@ -109,8 +125,9 @@ void exchange(Group& group, int rank, uint64_t tag, uint64_t bytes) {
   for (int64_t other = 0; other < group.size; ++other) {
     if (group.ranks[other].tags[number % 2].load(std::memory_order_relaxed) == tag) continue;
     abort(group);
-    throw std::runtime_error("rank " + std::to_string(other) + " exchanges something else than rank " +
-                             std::to_string(rank) + " in exchange " + std::to_string(number));
+    throw std::runtime_error("rank " + std::to_string(group.first_rank + other) +
+                             " exchanges something else than rank " + std::to_string(group.first_rank + rank) +
+                             " in exchange " + std::to_string(number));
   }
 }
 
@@ -160,8 +177,8 @@ void wait_for(Group& group, int rank, int other) {
 }
 
 void abort(Group& group) {
-  group.aborted.store(1, std::memory_order_release);
-  futex(group.message_number, FUTEX_WAKE, INT_MAX, nullptr);
+  whole(group).aborted.store(1, std::memory_order_release);
+  futex(whole(group).message_number, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
 }  // namespace fastinfer::parallel

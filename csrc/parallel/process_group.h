@@ -6,6 +6,9 @@
 //
 // No wait is without bound. A rank that waits longer than the deadline, or sees that the others do something else than
 // it does, sets a flag that ends the waits of all ranks with an error. So does whoever learns that a rank has died.
+//
+// Consecutive ranks of a group may be a team, which exchanges by itself: a group of its own in the same memory, whose
+// flag is that of the whole group.
 #pragma once
 
 #include <atomic>
@@ -40,6 +43,8 @@ struct Group {
   int64_t slot_bytes;
   int64_t deadline_ns;
   int64_t num_messages;  // that rank 0 may send before the first of them is carried out
+  int64_t whole_offset;  // of a team: bytes from the whole group to here, otherwise 0
+  int64_t first_rank;    // of a team: number of its rank 0 in the whole group
   alignas(64) std::atomic<uint32_t> aborted;
   alignas(64) std::atomic<uint32_t> message_number;  // waiting ranks sleep on it
   Message messages[kMaxMessages];                    // message n is in place n % num_messages
@@ -56,6 +61,10 @@ inline size_t group_bytes(int64_t slot_bytes) {
 // Errors of all functions are std::runtime_error, std::invalid_argument for arguments.
 FASTINFER_API void initialize(Group& group, int64_t size, int64_t slot_bytes, double deadline_seconds,
                               int64_t num_messages = 1);
+
+// Makes `team` a team of the ranks first_rank .. first_rank + size - 1 of the whole group, which lies before it in the
+// same memory.
+FASTINFER_API void initialize_team(Group& team, const Group& whole, int64_t first_rank, int64_t size);
 
 // The slot of this rank's next exchange.
 FASTINFER_API std::byte* next_slot(Group& group, int rank);

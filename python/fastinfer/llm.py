@@ -20,7 +20,7 @@ from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory, room_on
 from fastinfer.engine.placement import cache_shares, common_dtype, place_model, room_on_devices, weight_bytes_by_device
-from fastinfer.engine.rank_process import RankTask, StageTask, start_ranks
+from fastinfer.engine.rank_process import RankTask, start_ranks
 from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
@@ -88,9 +88,9 @@ class LLM:
             every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
             works with it, and when it pays: docs/tensor-parallelism.md.
         tensor_parallel_layout: see :class:`fastinfer.engine.config.EngineConfig`.
-        pipeline_parallel_size: number of processes of this machine that compute the model together, each some of its
-            layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What works
-            with it, and when it pays: docs/pipeline-parallelism.md.
+        pipeline_parallel_size: number of stages, processes of this machine that compute the model together, each some
+            of its layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What
+            works with it, and when it pays: docs/pipeline-parallelism.md.
         share: what this process shares with other replicas on a CPU; ``fastinfer serve --data-parallel-size`` sets it.
 
     Attributes:
@@ -193,7 +193,7 @@ class LLM:
         checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size, tensor_parallel_layout)
-        stages = stages_of(checkpoints[0], pipeline_parallel_size) if pipeline_parallel_size > 1 else []
+        stages = stages_of(checkpoints[0], pipeline_parallel_size)
         layer_places = place_model(checkpoints[0], places) if is_placed else ()
         size = _choose_kv_cache_size(config, checkpoints, share, layer_places)
         if draft_model is not None:
@@ -201,8 +201,7 @@ class LLM:
         defaults = sampling_defaults(checkpoints[0])
         ranks = task = None
         if config.num_ranks > 1:
-            parts = paths[0], dtype, config, size, config.num_ranks
-            task = StageTask(*parts, stages) if stages else RankTask(*parts)
+            task = RankTask(paths[0], dtype, config, size, stages)
             ranks = start_ranks(task)
         with (
             _closed_on_error(ranks),

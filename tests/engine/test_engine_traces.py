@@ -175,7 +175,7 @@ def draw_engine(draw: Any, folder: str, kind: type[ToyModel]) -> Callable[[], En
         "deterministic": issubclass(kind, RoleToy),
     }
 
-    num_stages = draw(st.sampled_from([1, 1, 2, 3])) if speculation == "none" and stores == "none" else 1
+    num_stages = draw(st.sampled_from([1, 1, 2, 3])) if stores == "none" else 1
     if num_stages > 1:
         limits["async_scheduling"] = False
     draft_kind = ForgetfulRoleToy if issubclass(kind, RoleToy) else Forgetful
@@ -185,7 +185,7 @@ def draw_engine(draw: Any, folder: str, kind: type[ToyModel]) -> Callable[[], En
             model=kind(windows), draft_model=draft_kind() if speculation == "draft model" else None, **limits
         )
         if num_stages > 1:
-            return use_stages(engine, num_stages)
+            engine = use_stages(engine, num_stages)
         return engine if speculation == "none" else always_speculate(engine)
 
     return make

@@ -7,13 +7,26 @@ import pytest
 from support.divided import GREEDY, LIMITS, PROMPTS, SAMPLED, texts
 from support.tiny_folder import write_tiny_folder
 
-from fastinfer import LLM
+from fastinfer import LLM, SamplingParams
 from fastinfer.sampling_params import BeamSearchParams
 
+# Families, and for each the numbers of ranks of a stage and of stages.
+DIVISIONS = [
+    *[("llama3", 3, 1), ("llama3", 1, 3)],
+    *[("mixtral", 2, 1), ("mixtral", 1, 2), ("mixtral", 2, 2)],
+    *[("qwen3.5", 1, 2), ("granite-hybrid-dense", 2, 2), ("deepseek-v2", 1, 2)],
+]
 
-@pytest.fixture(scope="module", params=["llama3", "mixtral"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp(request.param), request.param)
+
+@pytest.fixture(scope="module", params=DIVISIONS, ids=str)
+def division(request: pytest.FixtureRequest) -> tuple[str, int, int]:
+    found: tuple[str, int, int] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(division: tuple[str, int, int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("model"), division[0])
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +34,25 @@ def whole(folder: Path) -> LLM:
     return LLM(str(folder), **LIMITS)
 
 
-@pytest.fixture(scope="module", params=["tensor 2", "tensor 3", "pipeline 2", "pipeline 3"])
-def divided(folder: Path, request: pytest.FixtureRequest) -> LLM:
-    kind, size = request.param.split()
-    return LLM(str(folder), **{f"{kind}_parallel_size": int(size)}, **LIMITS)
+@pytest.fixture(scope="module")
+def divided(folder: Path, division: tuple[str, int, int]) -> LLM:
+    _, tensor, pipeline = division
+    return LLM(str(folder), tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **LIMITS)
 
 
 def test_texts(whole: LLM, divided: LLM) -> None:
-    for params in (GREEDY, SAMPLED, GREEDY):  # the second time with prefix hits
+    least = SamplingParams(temperature=2.0, seed=3, min_tokens=9, max_tokens=10, stop_token_ids=[*range(3, 130)])
+    for params in (GREEDY, SAMPLED, least, GREEDY):  # the second time with prefix hits
         assert texts(divided, params) == texts(whole, params)
     assert divided.engine.stats().num_hit_tokens > 0
     assert divided.engine.stats().num_failed_graphs == 0
+
+
+def test_log_probabilities_of_prompts(whole: LLM, divided: LLM) -> None:
+    """Of which the other ranks of a stage compute a part, after the later steps that they have begun already."""
+    params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=1)
+    ours, theirs = (llm.generate(PROMPTS, params) for llm in (divided, whole))
+    assert [output.prompt_logprobs for output in ours] == [output.prompt_logprobs for output in theirs]
 
 
 def test_log_likelihoods(whole: LLM, divided: LLM) -> None:

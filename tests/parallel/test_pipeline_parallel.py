@@ -38,21 +38,14 @@ def test_aborted_request_leaves_its_steps(llama: Path) -> None:
     assert two.engine.block_manager.num_used == 0
 
 
-def test_sleep_is_refused(llama: Path) -> None:
-    llm = LLM(str(llama), pipeline_parallel_size=2, **LIMITS)
-    with pytest.raises(FastinferError, match="sleep needs pipeline_parallel_size=1"):
-        llm.sleep()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer in 1..64, got 0"),
-        ({"max_loras": 1}, "max_loras must be 0 with pipeline_parallel_size=2, got 1"),
-        ({"num_speculative_tokens": 3}, "num_speculative_tokens must be 0 with pipeline_parallel_size=2, got 3"),
         ({"kv_offloading_size": 0.1}, "kv_offloading_size must be None with pipeline_parallel_size=2, got 0.1"),
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size must be at most 4"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with pipeline_parallel_size=2, got 2"),
+        ({"tensor_parallel_size": 33}, r"tensor_parallel_size \* pipeline_parallel_size must be at most 64, got 66"),
+        ({"tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for this model"),
     ],
 )
 def test_what_is_not_supported_is_refused(llama: Path, options: dict[str, Any], message: str) -> None:

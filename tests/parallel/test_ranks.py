@@ -93,6 +93,23 @@ def test_stopped_rank_ends_the_step_before_the_deadline(folder: Path, kind: str)
 
 
 @pytest.mark.parametrize(
+    ("rank", "number", "end"),
+    [(1, signal.SIGKILL, "ended by signal SIGKILL"), (2, signal.SIGSTOP, "was stopped")],
+)
+def test_stages_that_are_divided(folder: Path, rank: int, number: int, end: str) -> None:
+    """Rank 1 has a part of rank 0's stage, rank 2 of the other one."""
+    llm = LLM(str(folder), tensor_parallel_size=2, pipeline_parallel_size=2, **LIMITS)
+    pids = ranks_of(llm).pids
+    outputs = llm.stream_outputs(PROMPT, LONG)
+    next(outputs)
+    os.kill(pids[rank - 1], number)
+    with pytest.raises(RuntimeError) as raised:
+        list(outputs)
+    assert str(raised.value) == f"tensor and pipeline parallelism ended: rank {rank} {end}"
+    until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.parametrize(
     "then",
     ["time.sleep(60)", "while True: llm.generate([{'prompt_token_ids': [3, 4]}])", "os.kill(os.getpid(), 9)"],
     ids=["idle", "busy", "at once"],

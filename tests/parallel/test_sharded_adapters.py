@@ -67,15 +67,22 @@ def test_updates_are_bitwise_those_of_one_rank(family: str, size: int, tmp_path:
     def run(group: Group) -> Tensor:
         model = load_shard(open_checkpoint(tmp_path), "auto", None, group, SIZES)
         assert isinstance(model.adapters, ShardedAdapterSlots)
+        slots = model.adapters
+
+        def send(words: list[int]) -> None:
+            group.send(words)
+            slots.follow(words[1:])
+
         if group.rank == 0:
-            whole_slots = model.adapters._whole
+            slots.send = send
+            whole_slots = slots._whole
             adapters = [adapter_of_all_modules(whole_slots, rank) for rank in (2, 4)]
             for slot, adapter in enumerate(adapters):
-                model.adapters.load(slot, adapter)
+                slots.load(slot, adapter)
             group.send([])
         else:
             while words := group.receive():
-                model.adapters.follow(words[1:])
+                slots.follow(words[1:])
                 group.finish()
             group.finish()
         return logits(model)

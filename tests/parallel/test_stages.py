@@ -18,8 +18,10 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.offload import tensors_of
+from fastinfer.parallel.group import Group
 from fastinfer.parallel.layer_split import stage_starts
-from fastinfer.parallel.stage import Stage, load_stage
+from fastinfer.parallel.loader import load_shard
+from fastinfer.parallel.stage import Stage
 
 # The shape of SmolLM2, with fewer layers and tokens.
 CONFIG = ModelConfig(
@@ -65,7 +67,11 @@ FORMS = {"dense": lambda _, values: Dense(values.bfloat16()), "int4": lambda _, 
 
 def stages_of(checkpoint: Checkpoint, dtype: str, ends: list[int]) -> list[Stage]:
     starts = [0, *ends[:-1]]
-    return [load_stage(checkpoint, dtype, None, range(start, end)) for start, end in zip(starts, ends, strict=True)]
+    group = Group.create(1)
+    return [
+        load_shard(checkpoint, dtype, None, group, layers=range(start, end))
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def run_stages(stages: list[Stage]) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,10 @@ def test_steps_operator_by_operator(folder: Path, whole: LLM) -> None:
     assert texts(eager, GREEDY) == texts(whole, GREEDY)
 
 
-def test_sleep(folder: Path, whole: LLM) -> None:
-    divided = LLM(str(folder), tensor_parallel_size=2, **LIMITS)
-    with pytest.raises(FastinferError, match="level must be 1 with tensor_parallel_size"):
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_sleep(folder: Path, whole: LLM, kind: str) -> None:
+    divided = LLM(str(folder), **{f"{kind}_parallel_size": 2}, **LIMITS)
+    with pytest.raises(FastinferError, match="level must be 1 for a model that is divided among ranks, got 2"):
         divided.sleep(2)
     divided.sleep()
     assert divided.engine.is_sleeping

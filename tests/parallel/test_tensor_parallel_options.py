@@ -31,13 +31,14 @@ def texts(llm: LLM, params: SamplingParams, adapter: Any = None) -> list[Any]:
     return [(output.prompt_logprobs, part.token_ids, part.logprobs) for output in outputs for part in output.outputs]
 
 
-def test_adapters(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (2, 2)])
+def test_adapters(folder: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
     config = open_checkpoint(folder).config
     for seed, modules in enumerate([MODULES, ("q_proj", "v_proj"), ("o_proj", "down_proj")]):
         write_adapter(tmp_path / str(seed), config, rank=3 + seed, modules=modules, seed=seed, size=2.0)
-    whole, divided = (
-        LLM(str(folder), tensor_parallel_size=size, max_loras=2, max_lora_rank=8, **LIMITS) for size in (1, 3)
-    )
+    options = LIMITS | {"max_loras": 2, "max_lora_rank": 8}
+    whole = LLM(str(folder), **options)
+    divided = LLM(str(folder), tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **options)
     for llm in (whole, divided):
         for name in "012":
             llm.load_adapter(name, tmp_path / name)
@@ -74,11 +75,12 @@ def test_refused_layouts(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_speculative_tokens": 3}, {"num_speculative_tokens": 2, "draft_model": ""}])
-def test_speculation(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_speculation(folder: Path, tmp_path: Path, options: dict[str, Any], kind: str) -> None:
     if "draft_model" in options:
         options = options | {"draft_model": str(write_tiny_folder(tmp_path, sizes={"num_hidden_layers": 1}))}
     plain = LLM(str(folder), **LIMITS)
-    divided = LLM(str(folder), tensor_parallel_size=2, **options, **LIMITS)
+    divided = LLM(str(folder), **{f"{kind}_parallel_size": 2}, **options, **LIMITS)
     # As many drafts as there are, whatever the time of steps is.
     divided.engine.speculator._choose = lambda _, available: available  # type: ignore[method-assign, union-attr]
     for params in (GREEDY, SAMPLED):
@@ -86,12 +88,15 @@ def test_speculation(folder: Path, tmp_path: Path, options: dict[str, Any]) -> N
     assert divided.engine.stats().num_drafted_tokens > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid-dense", "deepseek-v2"])
-def test_layers_with_states_and_latents(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"), [("qwen3.5", 2, 1), ("granite-hybrid-dense", 1, 2), ("deepseek-v2", 2, 1)]
+)
+def test_layers_with_states_and_latents(family: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
     """With snapshots of states in the prefix cache, and drafts after which states are chosen."""
     write_tiny_folder(tmp_path, family)
     plain = LLM(str(tmp_path), **LIMITS)
-    divided = LLM(str(tmp_path), tensor_parallel_size=2, num_speculative_tokens=2, **LIMITS)
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    divided = LLM(str(tmp_path), num_speculative_tokens=2, **sizes, **LIMITS)
     divided.engine.speculator._choose = lambda _, available: available  # type: ignore[method-assign, union-attr]
     for params in (GREEDY, SAMPLED, GREEDY):
         assert texts(divided, params) == texts(plain, params)

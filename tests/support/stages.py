@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.pipelined_step import PipelinedStep
-from fastinfer.engine.stage_worker import StageWorker
+from fastinfer.engine.rank_worker import RankWorker
+from fastinfer.parallel.group import Team
 
 
 class LoneGroup:
@@ -20,7 +22,11 @@ class LoneGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.team = Team(0, 1, torch.empty(0))
         self.num_sent = self.num_done = 0
+
+    def team_ranks(self, number: int) -> range:
+        return range(number, number + 1)
 
     def allocate_inputs(self, num_bytes: int) -> np.ndarray:
         return np.zeros(num_bytes, np.uint8)
@@ -49,22 +55,25 @@ class LoneGroup:
 def use_stages(engine: Engine, num_stages: int) -> Engine:
     """Let an engine of a toy have as many steps in flight; the toy is the last stage, and computes all layers."""
     model: Any = engine.model
-    model.indices, model.is_first = range(model.config.num_layers), True
+    model.indices, model.is_first, model.adapters = range(model.config.num_layers), True, None
     model.config.__dict__["hidden_size"] = 1
     old, group = engine.worker, LoneGroup(num_stages)
-    engine.worker = worker = StageWorker(
+    engine.worker = worker = RankWorker(
         engine.config,
         model,
         old._size,
+        with_adapters=False,
         separates_roles=old._separates_roles,
         group=group,  # type: ignore[arg-type]
     )
     for tensor in (tensor for cache in worker.kv_cache for tensor in cache.tensors):
         tensor.fill_(float("nan"))
-    engine._workers = [worker]
+    engine._workers[0] = worker
     engine.scheduler._num_in_flight = num_stages
     engine._step = PipelinedStep(
         worker,
+        draft_worker=engine.draft_worker,
+        speculator=engine.speculator,
         sampler=engine.sampler,
         scheduler=engine.scheduler,
         block_manager=engine.block_manager,

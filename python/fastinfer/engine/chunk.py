@@ -14,7 +14,6 @@ class Chunk:
 
     Attributes:
         sequence, num_tokens, num_drafts, drafts: see above.
-        draft_gap: the sequence's ``draft_gap`` after the step if no draft is accepted.
         start: position of the first token.
         is_last: whether the chunk reaches the end of the sequence, so that the next token can be sampled.
         num_receivers: number of sequences that get a token drawn after the chunk's last one: none if it is not the
@@ -27,7 +26,6 @@ class Chunk:
     """
 
     __slots__ = (
-        "draft_gap",
         "drafts",
         "hidden_rows",
         "is_last",
@@ -48,7 +46,6 @@ class Chunk:
         self.num_tokens = num_tokens
         self.num_drafts = num_drafts
         self.drafts = drafts or []
-        self.draft_gap = 0
         self.start = sequence.num_computed_tokens
         self.is_last = num_tokens == sequence.num_uncomputed_tokens
         self.num_receivers = sequence.num_slots if self.is_last and sequence.samples else 0

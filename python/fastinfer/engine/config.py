@@ -33,13 +33,7 @@ DIVIDED = {
     "kv_offloading_dir": (None,),
     "sparse_attention": (None,),
 }
-STAGED = {
-    **DIVIDED,
-    "tensor_parallel_size": (1,),
-    "max_loras": (0,),
-    "num_speculative_tokens": (0,),
-    "async_scheduling": (False, None),
-}
+STAGED = {**DIVIDED, "tensor_parallel_layout": ("gather",), "async_scheduling": (False, None)}
 # The same for models whose layers are on several devices of one process.
 PLACED = {
     "tensor_parallel_size": (1,),
@@ -123,8 +117,9 @@ class EngineConfig:
         tensor_parallel_layout: ``"gather"`` for results that are bitwise those of one process. With ``"reduce"`` the
             processes exchange half as often and add parts of sums, so that results differ by rounding, but are the same
             in every run and in every batch; without LoRA adapters.
-        pipeline_parallel_size: number of processes that compute the model together, each some of its layers. On a CPU
-            alone, without LoRA adapters, speculation and stores, and not together with ``tensor_parallel_size``.
+        pipeline_parallel_size: number of stages, processes that compute the model together, each some of its layers;
+            with ``tensor_parallel_size`` as many processes for each stage. On a CPU alone, without stores of blocks
+            beyond the KV cache and without ``async_scheduling``.
     """
 
     max_model_len: int | None = None
@@ -213,6 +208,10 @@ class EngineConfig:
         if self.tensor_parallel_layout == "reduce" and self.max_loras:
             raise RequestError(f"max_loras must be 0 with tensor_parallel_layout='reduce', got {self.max_loras}")
         self._check_ranks("pipeline_parallel_size", STAGED)
+        if self.num_ranks > MAX_RANKS:
+            raise RequestError(
+                f"tensor_parallel_size * pipeline_parallel_size must be at most {MAX_RANKS}, got {self.num_ranks}"
+            )
 
     def _check_ranks(self, size_name: str, supported: Mapping[str, tuple[object, ...]]) -> None:
         """Check a number of processes, and that no option is on that they do not support."""
@@ -230,7 +229,7 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         """Number of processes that compute the model together."""
-        return max(self.tensor_parallel_size, self.pipeline_parallel_size)
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def devices(self) -> frozenset[str]:

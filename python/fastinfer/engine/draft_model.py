@@ -151,7 +151,7 @@ class DraftModelSpeculator(Speculator):
 
     def record_accepted(self, chunk: Chunk, num_accepted: int) -> None:
         super().record_accepted(chunk, num_accepted)
-        chunk.sequence.draft_gap = chunk.draft_gap + self._num_lacking(chunk, num_accepted)
+        chunk.sequence.draft_gap += self._num_lacking(chunk, num_accepted)
 
     def _num_lacking(self, chunk: Chunk, num_accepted: int) -> int:
         """Return the number of a chunk's accepted drafts that the draft model has not computed."""
@@ -180,7 +180,7 @@ class DraftModelSpeculator(Speculator):
         self._draw([(view, count) for _, view, count in pairs if count])
         unfinished = []
         for chunk, view, count in pairs:
-            chunk.draft_gap = chunk.sequence.draft_gap + chunk.num_tokens - count
+            chunk.sequence.draft_gap += chunk.num_tokens - count
             chunk.drafts = view.drafts
             if view.samples and 0 < len(view.drafts) < chunk.num_drafts:
                 unfinished.append((chunk, view))
@@ -195,7 +195,7 @@ class DraftModelSpeculator(Speculator):
             return
         chunks = [Chunk(view, count) for view, count in parts]  # type: ignore[arg-type]
         drawing = [view for chunk, (view, _) in zip(chunks, parts, strict=True) if chunk.is_last and view.samples]
-        rows = [LogitsRow(view.sequence, view.drafts) for view in drawing]
+        rows = [LogitsRow.of(view.sequence, view.drafts) for view in drawing]
         result = self._worker.run(chunks, rows)
         drawn = self._sample(result, rows)
         for view, count in parts:

@@ -36,6 +36,7 @@ from fastinfer.engine.pipelined_step import PipelinedStep
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.engine.prompt_layout import PromptLayout
+from fastinfer.engine.rank_worker import RankWorker
 from fastinfer.engine.request import Output, Request
 from fastinfer.engine.request_table import RequestTable
 from fastinfer.engine.request_validator import RequestValidator, ValidPrompt
@@ -43,7 +44,6 @@ from fastinfer.engine.roles import roles_differ
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import SequenceState
 from fastinfer.engine.sleep_mode import LoadModels, SleepMode
-from fastinfer.engine.stage_worker import StageWorker
 from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
 from fastinfer.engine.step import Step
 from fastinfer.engine.worker import Worker
@@ -150,23 +150,23 @@ class Engine:
         group = None if ranks is None else ranks.group
         if (1 if group is None else group.size) != config.num_ranks:
             raise RequestError(f"an engine whose model {config.num_ranks} ranks compute needs as many ranks")
-        make_worker = partial(Worker, size=size, separates_roles=has_roles)
-        has_head = isinstance(draft_model, DraftHead)
+        options: dict[str, Any] = {"size": size, "separates_roles": has_roles}
+        with_adapters, has_head = config.max_loras > 0, isinstance(draft_model, DraftHead)
         with self._context():  # on a GPU the workers capture their graphs here
             dense = replace(config, sparse_attention=None)
             if isinstance(draft_model, DraftHead):
                 assert isinstance(model, Decoder)
                 draft_model = draft_model.for_model(model, config.max_num_batched_tokens)
-            self.draft_worker = None if draft_model is None else make_worker(dense, draft_model)
+            self.draft_worker = None if draft_model is None else Worker(dense, draft_model, **options)
             if isinstance(draft_model, DraftHead) and self.draft_worker is not None:
                 assert isinstance(model, Decoder)
                 model = FeatureWriter(draft_model, self.draft_worker.kv_cache).tapped(model)
-            if isinstance(model, Stage) and group is not None:
-                self.worker: Worker = StageWorker(config, model, size, separates_roles=has_roles, group=group)
+            options["with_adapters"] = with_adapters
+            if group is not None:
+                assert isinstance(model, Stage)
+                self.worker: Worker = RankWorker(config, model, group=group, **options)
             else:
-                self.worker = make_worker(
-                    config, model, with_adapters=config.max_loras > 0, group=group, drops_rows=not has_head
-                )
+                self.worker = Worker(config, model, drops_rows=not has_head, **options)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
         self.speculator = make_speculator(config, self.draft_worker, draft_sampler)
@@ -204,22 +204,18 @@ class Engine:
             config, self.max_model_len, self.vocab_size, self.adapters, modules_obstacle(config, models)
         )
         parts: dict[str, Any] = {
+            "draft_worker": self.draft_worker,
+            "speculator": self.speculator,
             "sampler": self.sampler,
             "scheduler": self.scheduler,
             "block_manager": self.block_manager,
             "offloading": self.offloading,
             "requests": self.requests,
         }
-        if isinstance(self.worker, StageWorker):
+        if isinstance(self.worker, RankWorker) and config.pipeline_parallel_size > 1:
             self._step: Step = PipelinedStep(self.worker, **parts)
         else:
-            self._step = Step(
-                worker=self.worker,
-                draft_worker=self.draft_worker,
-                speculator=self.speculator,
-                runs_ahead=config.runs_ahead,
-                **parts,
-            )
+            self._step = Step(worker=self.worker, runs_ahead=config.runs_ahead, **parts)
         renew_in_children(self)
         if ranks is not None:
             weakref.finalize(self, ranks.close)
@@ -545,13 +541,11 @@ class Engine:
 
         Raises:
             RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, the model
-                is divided: among ranks for level 2, among stages for any level.
+                is divided among ranks.
         """
-        if (num_stages := self.config.pipeline_parallel_size) > 1:
-            raise RequestError(f"sleep needs pipeline_parallel_size=1, got {num_stages}")
         self._sleep_mode.check(level)
-        if level == 2 and self.config.tensor_parallel_size > 1:
-            raise RequestError(f"level must be 1 with tensor_parallel_size={self.config.tensor_parallel_size}, got 2")
+        if level == 2 and self.config.num_ranks > 1:
+            raise RequestError("level must be 1 for a model that is divided among ranks, got 2")
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until :meth:`wake_up`; meanwhile all requests are refused.

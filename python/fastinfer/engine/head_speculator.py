@@ -19,10 +19,11 @@ class HeadSpeculator(DraftModelSpeculator):
             sequence = chunk.sequence
             if sequence.is_decoding:
                 continue
-            view = DraftView(sequence, sequence.num_computed_tokens - sequence.draft_gap, wants_draft=False)
-            count = min(chunk.draft_gap, room)
+            end = sequence.num_computed_tokens + chunk.num_tokens
+            view = DraftView(sequence, end - sequence.draft_gap, wants_draft=False)
+            count = min(sequence.draft_gap, room)
             parts.append((view, count))
-            chunk.draft_gap -= count
+            sequence.draft_gap -= count
             room -= count
         self._draw([(view, count) for view, count in parts if count])
 

@@ -18,12 +18,28 @@ class LogitsRow(NamedTuple):
         drafts: draft tokens between the sequence's last token and the token to draw.
         grammar: grammar that the token must match; ``None`` for any token.
         processors: the user's functions that change the logits, in the order in which they are called.
+        is_early: whether the token must not end the text, because that has fewer than ``min_tokens`` tokens. It is
+            known when the step is launched; later the sequence counts the token that is drawn, too.
     """
 
     sequence: Sequence
     drafts: list[int]
     grammar: Grammar | None = None
     processors: tuple[LogitsProcessor, ...] = ()
+    is_early: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        sequence: Sequence,
+        drafts: list[int],
+        grammar: Grammar | None = None,
+        processors: tuple[LogitsProcessor, ...] = (),
+    ) -> "LogitsRow":
+        """Describe a row of a step that is not launched yet."""
+        minimum = sequence.params.min_tokens
+        is_early = minimum > 0 and sequence.num_tokens - sequence.num_prompt_tokens + len(drafts) < minimum
+        return cls(sequence, drafts, grammar, processors, is_early)
 
 
 def drop_impossible_drafts(chunk: Chunk) -> None:
@@ -45,12 +61,12 @@ def logits_rows(chunk: Chunk) -> list[LogitsRow]:
     if not chunk.num_receivers:
         return []
     processors = tuple(sequence.params.logits_processors or ())  # siblings have the same parameters
-    rows = [LogitsRow(sequence, [], sequence.grammar, processors)]
+    rows = [LogitsRow.of(sequence, [], sequence.grammar, processors)]
     if sequence.siblings:
-        rows += [LogitsRow(sibling, [], sibling.grammar, processors) for sibling in sequence.siblings]
+        rows += [LogitsRow.of(sibling, [], sibling.grammar, processors) for sibling in sequence.siblings]
     if chunk.drafts:
         drafts = [chunk.drafts[: count + 1] for count in range(len(chunk.drafts))]
-        rows += [LogitsRow(sequence, own, sequence.grammar, processors) for own in drafts]
+        rows += [LogitsRow.of(sequence, own, sequence.grammar, processors) for own in drafts]
     return rows
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.logits_row import LogitsRow
-from fastinfer.engine.stage_worker import StageWorker
+from fastinfer.engine.rank_worker import RankWorker
 from fastinfer.engine.stats import StepStats
 from fastinfer.engine.step import Launched, Step, is_wanted
 
@@ -39,8 +39,8 @@ class PipelinedStep(Step):
         options: the other arguments of :class:`fastinfer.engine.step.Step`.
     """
 
-    def __init__(self, worker: StageWorker, **options: Any) -> None:
-        super().__init__(worker=worker, draft_worker=None, speculator=None, runs_ahead=False, **options)
+    def __init__(self, worker: RankWorker, **options: Any) -> None:
+        super().__init__(worker=worker, runs_ahead=False, **options)
         self._stages = worker
         self._in_flight: deque[_InFlight] = deque()
 
@@ -56,6 +56,7 @@ class PipelinedStep(Step):
                     return None
                 chunks, rows, start, start_compute = self._in_flight.popleft()
                 result = self._stages.collect()
+                self._stages.report(chunks, result)
                 if any(map(is_wanted, chunks)):
                     draw = self._sampler.launch(result, rows)
                     return self._collect(Launched(chunks, result, draw, start, start_compute))

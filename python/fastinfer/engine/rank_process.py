@@ -12,18 +12,17 @@ import torch
 from fastinfer import _C
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.rank_worker import RankWorker
 from fastinfer.engine.roles import roles_differ
-from fastinfer.engine.stage_worker import StageWorker
-from fastinfer.engine.worker import Worker
 from fastinfer.errors import describe_error
-from fastinfer.models import Model, open_checkpoint
+from fastinfer.models import open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.parallel.group import MAX_MESSAGES, Group, is_abort
 from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.sharded_adapters import SlotSizes
-from fastinfer.parallel.stage import Stage, load_stage
+from fastinfer.parallel.stage import Stage
 from fastinfer.utils.parent import end_with_parent
 from fastinfer.utils.text import one_line
 
@@ -37,31 +36,40 @@ class RankTask:
         dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
         config: configuration of the engine.
         size: size of the KV cache.
-        num_ranks: number of ranks.
+        stages: the layers of each stage. Team 0 has the last one, team 1 the first.
     """
 
     path: Path
     dtype: str
     config: EngineConfig
     size: KVCacheSize
-    num_ranks: int
+    stages: list[range]
 
     def create_group(self) -> Group:
         """Allocate the memory of the ranks, and return the view of rank 0."""
-        return Group.create(self.num_ranks)
+        sizes = {"tensor": self.config.tensor_parallel_size, "pipeline": self.config.pipeline_parallel_size}
+        purpose = " and ".join(name for name, size in sizes.items() if size > 1) + " parallelism"
+        return Group.create(
+            self.config.num_ranks, num_messages=MAX_MESSAGES, purpose=purpose, team_size=sizes["tensor"]
+        )
 
-    def load_model(self, checkpoint: Checkpoint, group: Group) -> Model:
+    def join_group(self, rank: int, fds: tuple[int, int]) -> Group:
+        """Return the view of another rank, given the file descriptors of the group."""
+        return Group(rank, self.config.num_ranks, *fds, team_size=self.config.tensor_parallel_size)
+
+    def load_model(self, checkpoint: Checkpoint, group: Group) -> Stage:
         """Load a rank's part of the model, with slots for adapters if there are any."""
         config, slots = self.config, None
         if config.max_loras:
             slots = SlotSizes(config.max_loras, config.max_lora_rank, config.lora_dtype)
+        layers = self.stages[group.rank // group.team.size - 1]
         max_model_len, layout = self.size.max_model_len, config.tensor_parallel_layout
-        return load_shard(checkpoint, self.dtype, max_model_len, group, slots, layout)
+        return load_shard(checkpoint, self.dtype, max_model_len, group, slots, layers, layout)
 
-    def load_worker(self, group: Group) -> Worker:
+    def load_worker(self, group: Group) -> RankWorker:
         """Load a rank's part of the model, and allocate its part of the KV cache."""
         model = self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group)
-        return Worker(
+        return RankWorker(
             self.config,
             model,
             self.size,
@@ -71,30 +79,9 @@ class RankTask:
         )
 
 
-@dataclass(frozen=True)
-class StageTask(RankTask):
-    """The same for ranks that have consecutive layers of the model each.
-
-    Attributes:
-        stages: the layers of each stage. Stage 0 is that of rank 1, and the last one that of rank 0.
-    """
-
-    stages: list[range]
-
-    def create_group(self) -> Group:
-        return Group.create(self.num_ranks, num_messages=MAX_MESSAGES, purpose="pipeline parallelism")
-
-    def load_model(self, checkpoint: Checkpoint, group: Group) -> Stage:
-        return load_stage(checkpoint, self.dtype, self.size.max_model_len, self.stages[group.rank - 1])
-
-    def load_worker(self, group: Group) -> Worker:
-        stage = self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group)
-        return StageWorker(self.config, stage, self.size, separates_roles=roles_differ("cpu", stage.exact), group=group)
-
-
 def start_ranks(task: RankTask) -> Ranks:
     """Start the ranks beside this process, which becomes rank 0. They share its threads."""
-    num_threads = max(1, _C.get_num_threads() // task.num_ranks)
+    num_threads = max(1, _C.get_num_threads() // task.config.num_ranks)
     return Ranks(task.create_group(), __name__, task, num_threads)
 
 
@@ -110,7 +97,7 @@ def main(parent: str, rank: str) -> None:
     os.dup2(2, 1)  # prints of libraries are no reports
     task, fds = pickle.load(sys.stdin.buffer)  # from the parent's own pipe
     threading.Thread(target=_wait_for_end_of_input, daemon=True).start()
-    group = Group(int(rank), task.num_ranks, *fds)
+    group = task.join_group(int(rank), fds)
     try:
         worker = task.load_worker(group)
         print("ready", file=report, flush=True)

@@ -1,5 +1,7 @@
 """Runs the model on the chunks of a step, by replaying a recorded graph where one exists for the size of the step."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fastinfer import ops
@@ -12,10 +14,6 @@ from fastinfer.models import Model
 from fastinfer.models.batch import Batch
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.ops.prompt import NO_ROW
-from fastinfer.parallel.group import Group
-
-# First word of the message that announces a step to the other ranks.
-STEP = 0
 
 
 class Runner:
@@ -31,7 +29,6 @@ class Runner:
             then computed as if some had: steps without adapters use fused operators, which round in other places.
         separates_roles: whether to tell the kernels which tokens are those of prompts, see
             :mod:`fastinfer.engine.roles`.
-        group: group of ranks that compute the model together; ``None`` for this process alone.
 
     Attributes:
         model, kv_cache, inputs: see above.
@@ -49,7 +46,6 @@ class Runner:
         with_adapters: bool = False,
         deterministic: bool = False,
         separates_roles: bool = False,
-        group: Group | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
@@ -58,7 +54,6 @@ class Runner:
         self._with_adapters = with_adapters
         self._always_adapters = with_adapters and deterministic
         self._separates_roles = separates_roles
-        self._group = group
         self.num_eager_steps = 0
         self.graphs = self._make_graphs()
 
@@ -71,12 +66,7 @@ class Runner:
             drawn: [rows] int64 tokens of the last draw, on the device, if some chunks begin with tokens that the host
                 does not know yet.
         """
-        size, is_decode = self.prepare(chunks, rows, drawn)
-        if self._group is None:
-            return self.run(size, is_decode)
-        with self._group.together():
-            self._group.send([STEP, *self.description(size, is_decode)])
-            return self.run(size, is_decode)
+        return self.run(*self.prepare(chunks, rows, drawn))
 
     def prepare(
         self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None
@@ -93,7 +83,7 @@ class Runner:
         """Return what other ranks must know of a step whose inputs are written, for :meth:`follow`."""
         return [*size, is_decode, self.inputs.digest(size)]
 
-    def follow(self, words: list[int]) -> StepResult:
+    def follow(self, words: Sequence[int]) -> StepResult:
         """Compute the step that rank 0 has announced, whose inputs are in the memory that the ranks share.
 
         Args:

@@ -56,7 +56,7 @@ class SamplingInputs:
             arrays["min_p"][used] = [p.min_p for p in params]
             arrays["seeds"][used] = [sequence.seed for sequence in sequences]
             self._sequences = sequences
-        write_list(self._positions_view, [sequence.num_tokens + len(drafts) for sequence, drafts, _, _ in rows])
+        write_list(self._positions_view, [row.sequence.num_tokens + len(row.drafts) for row in rows])
 
     def pad(self, rows: slice) -> None:
         """Make rows of padding greedy, as those cost the least."""

@@ -68,7 +68,11 @@ class Speculator(ABC):
 
     def choose_num_drafts(self, sequences: list[Sequence]) -> None:
         """Set the ``num_drafts`` of each decoding sequence for the next step."""
-        decoding = [s for s in sequences if s.may_speculate and s.is_decoding and s.num_uncomputed_tokens]
+        decoding = [
+            s
+            for s in sequences
+            if s.may_speculate and s.is_decoding and s.num_uncomputed_tokens and not s.num_unknown_tokens
+        ]
         available = []
         for sequence in decoding:
             # A step yields one token more than it accepts drafts.

@@ -27,8 +27,7 @@ class TokenMasks:
             The masks, [rows, ceil(vocab / 32)] int32, where bit t % 32 of word t // 32 is set if token t is allowed, or
             ``None`` if all tokens are allowed in all rows; and the errors of grammars that failed, by row.
         """
-        early = [_is_early(row) for row in rows]
-        if not any(early) and all(row.grammar is None and row.sequence.token_rules is None for row in rows):
+        if all(not row.is_early and row.grammar is None and row.sequence.token_rules is None for row in rows):
             return None, {}
         errors: dict[int, Exception] = {}
         masks = self._words[: len(rows)]
@@ -56,7 +55,7 @@ class TokenMasks:
                         errors[index] = error.with_traceback(None)
             if (rules := row.sequence.token_rules) is not None and not row.sequence.forced:
                 rules.apply(masks[index], row.sequence.token_ids, row.sequence.num_prompt_tokens, row.drafts)
-            if early[index]:
+            if row.is_early:
                 self._forbid_ends(row, masks[index])
         return masks, errors
 
@@ -64,9 +63,3 @@ class TokenMasks:
         """Clear the bits of the tokens that would end the row's text."""
         for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
             forbid(mask, token_id)
-
-
-def _is_early(row: LogitsRow) -> bool:
-    """Return whether the row's token must not end the text, because it has fewer than ``min_tokens`` tokens."""
-    sequence, minimum = row.sequence, row.sequence.params.min_tokens
-    return minimum > 0 and sequence.num_tokens - sequence.num_prompt_tokens + len(row.drafts) < minimum

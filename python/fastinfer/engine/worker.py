@@ -1,6 +1,6 @@
-"""What computes the steps of one model: the model, its KV cache, and the runner on both."""
+"""What computes the steps of one model: the model, its KV cache, and the runners on both."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,25 +11,19 @@ from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
-from fastinfer.engine.runner import STEP, Runner
+from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampled_token import TokenLogprob, top_logprobs
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
 from fastinfer.models.placed_decoder import PlacedDecoder
-from fastinfer.parallel.group import Group
-from fastinfer.parallel.sharded_adapters import ADAPTER, ShardedAdapterSlots
 
 # Number of prompt tokens whose logits are computed at a time if their log-probabilities are requested: 12 MB for a
 # vocabulary of 49k tokens.
 PROMPT_LOGPROBS_ROWS = 64
-# First words of the messages to the other ranks, beside STEP and ADAPTER.
-COPY_BLOCKS, LOGITS, RELEASE, RESTORE = 1, 2, 4, 5
-# Pairs of blocks in a message.
-PAIRS_PER_MESSAGE = 1024
 
 
 class Worker:
-    """Owns a model, its KV cache and its runner, and computes all that the engine needs of the model.
+    """Owns a model, its KV cache and its runners, and computes all that the engine needs of the model.
 
     Args:
         config: configuration of the engine.
@@ -38,10 +32,9 @@ class Worker:
         with_adapters: whether tokens may have LoRA adapters.
         separates_roles: whether to compute prompts and generated tokens differently, see
             :mod:`fastinfer.engine.roles`.
-        group: group of ranks that compute the model together; ``None`` for this process alone. Each rank has a worker;
-            those of ranks other than 0 only :meth:`follow`.
         allocate: function that allocates the memory of inputs, see
-            :class:`fastinfer.engine.batch_inputs.BatchInputs`; by default the group's, if there is one.
+            :class:`fastinfer.engine.batch_inputs.BatchInputs`; ``None`` for memory of this process.
+        num_slots: number of steps that may be in flight, each of which has inputs and a runner of its own.
         layers: the model's layers among those of the whole model; ``None`` for all.
         drops_rows: whether layers that store nothing are computed for wanted rows alone.
 
@@ -60,8 +53,8 @@ class Worker:
         *,
         with_adapters: bool = False,
         separates_roles: bool = False,
-        group: Group | None = None,
         allocate: Callable[[int], np.ndarray] | None = None,
+        num_slots: int = 1,
         layers: range | None = None,
         drops_rows: bool = True,
     ) -> None:
@@ -70,10 +63,7 @@ class Worker:
         self._size = size
         self._with_adapters = with_adapters
         self._separates_roles = separates_roles
-        self._group = group
         self._drops_rows = drops_rows
-        self._allocate_inputs = allocate if group is None else group.allocate_inputs
-        self._hidden: Tensor | None = None  # of the last step, with several ranks
         self._model: Model | None = model
         self.kv_cache = KVCache.of_model(
             model.config,
@@ -89,7 +79,8 @@ class Worker:
         )
         self.on_result: Callable[[list[Chunk], StepResult], None] | None = None
         self._num_eager_steps = 0  # of released runners
-        self._runner: Runner | None = self._make_runner()
+        self._inputs = [self._make_inputs(allocate) for _ in range(num_slots)]
+        self._runners = [self._make_runner(inputs) for inputs in self._inputs]
 
     @property
     def model(self) -> Model:
@@ -104,63 +95,33 @@ class Worker:
 
     @property
     def runner(self) -> Runner:
-        """The runner, which must not have been released."""
-        assert self._runner is not None, "the runner was released"
-        return self._runner
+        """The first runner, which must not have been released."""
+        assert self._runners, "the runners were released"
+        return self._runners[0]
 
     @property
     def num_eager_steps(self) -> int:
         """Number of steps that ran operator by operator since the start."""
-        return self._num_eager_steps + (self._runner.num_eager_steps if self._runner else 0)
+        return self._num_eager_steps + sum(runner.num_eager_steps for runner in self._runners)
 
     @property
     def num_failed_graphs(self) -> int:
         """Number of steps that could not be recorded as a graph."""
-        return len(self._runner.graphs.failed) if self._runner and self._runner.graphs else 0
+        return sum(len(runner.graphs.failed) for runner in self._runners if runner.graphs)
 
     def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         """Compute a step's chunks, see :meth:`fastinfer.engine.runner.Runner.__call__`."""
         result = self.runner(chunks, rows, drawn)
-        if self._group is not None:
-            self._hidden = result.hidden
-        if self.on_result is not None:
-            self.on_result(chunks, result)
+        self.report(chunks, result)
         return result
 
-    def follow(self) -> None:
-        """Wait for a message of rank 0, and carry it out.
-
-        Raises:
-            RuntimeError: the group was aborted, or the ranks disagree.
-        """
-        assert self._group is not None
-        kind, *words = self._group.receive()
-        if kind == STEP:
-            self._hidden = self.runner.follow(words).hidden
-        elif kind == COPY_BLOCKS:
-            group, *blocks = words
-            self.kv_cache.copy_blocks(copied_pairs(blocks), group)
-        elif kind == RELEASE:
-            self._free()
-        elif kind == RESTORE:
-            self._restore()
-        elif kind == ADAPTER:
-            assert isinstance(self.model.adapters, ShardedAdapterSlots)
-            self.model.adapters.follow(words)
-        else:
-            assert kind == LOGITS
-            assert self._hidden is not None
-            first, count, adapter = words
-            rows = torch.arange(first, first + count)
-            self.model.logits(self._hidden, rows, _adapter_ids(rows, adapter))
-        self._group.finish()
+    def report(self, chunks: list[Chunk], result: StepResult) -> None:
+        """Call ``on_result`` with a step's result, if there is such a function."""
+        if self.on_result is not None:
+            self.on_result(chunks, result)
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int) -> None:
         """Copy blocks of a group of layers, see :meth:`fastinfer.models.kv_cache.KVCache.copy_blocks`."""
-        if self._group is not None:
-            with self._group.together():
-                for message in copy_messages(pairs, group):
-                    self._group.send(message)
         self.kv_cache.copy_blocks(pairs, group)
 
     def prompt_logprobs(
@@ -197,23 +158,14 @@ class Worker:
         return self.model.normalize(hidden).cpu().double().sum(0)
 
     def _logits(self, hidden: Tensor, rows: Tensor, adapter: int) -> Tensor:
-        """Compute logits for rows of hidden states of the last step, with all ranks."""
-        adapter_ids = _adapter_ids(rows, adapter)
-        if self._group is None:
-            return self.model.logits(hidden, rows, adapter_ids)
-        assert self._hidden is not None
-        # The other ranks have the same hidden states of the whole step, of which these are consecutive rows.
-        first = (hidden.data_ptr() - self._hidden.data_ptr()) // (hidden.shape[1] * hidden.itemsize)
-        with self._group.together():
-            self._group.send([LOGITS, first + int(rows[0]), len(rows), adapter])
-            return self.model.logits(hidden, rows, adapter_ids)
+        """Compute logits for rows of hidden states of the last step."""
+        return self.model.logits(hidden, rows, adapter_ids_of(rows, adapter))
 
     def release(self, *, with_model: bool) -> None:
-        """Free the KV cache and the runner with its recorded graphs, and the model if wanted."""
-        if self._group is not None:
-            with self._group.together():
-                self._group.send([RELEASE])
-        self._free()
+        """Free the KV cache and the runners with their recorded graphs, and the model if wanted."""
+        self._num_eager_steps = self.num_eager_steps
+        self._runners = []
+        self.kv_cache.free()
         if with_model:
             self._model = None
 
@@ -223,24 +175,13 @@ class Worker:
 
     def restore(self) -> None:
         """Allocate the KV cache again after :meth:`release`, and on a GPU capture the graphs again."""
-        if self._group is not None:
-            with self._group.together():
-                self._group.send([RESTORE])
-        self._restore()
-
-    def _free(self) -> None:
-        self._num_eager_steps = self.num_eager_steps
-        self._runner = self._hidden = None
-        self.kv_cache.free()
-
-    def _restore(self) -> None:
         self.kv_cache.allocate()
-        self._runner = self._make_runner()
+        self._runners = [self._make_runner(inputs) for inputs in self._inputs]
 
-    def _make_runner(self) -> Runner:
-        """Make a runner whose inputs are large enough for any step; on a GPU this captures its graphs."""
+    def _make_inputs(self, allocate: Callable[[int], np.ndarray] | None) -> BatchInputs:
+        """Make inputs that are large enough for any step."""
         config = self._config
-        inputs = BatchInputs(
+        return BatchInputs(
             # The padding of a decode step adds one sequence per padding token.
             max_seqs=config.max_num_seqs * (1 + config.num_speculative_tokens),
             max_tokens=config.max_num_batched_tokens,
@@ -253,8 +194,12 @@ class Worker:
             sparse_pages=config.sparse_pages,
             drops_rows=self._drops_rows and self.model.config.num_storing_layers < self.model.config.num_layers,
             has_features=self.model.config.has_features,
-            allocate=self._allocate_inputs,
+            allocate=allocate,
         )
+
+    def _make_runner(self, inputs: BatchInputs) -> Runner:
+        """Make a runner; on a GPU this captures its graphs."""
+        config = self._config
         return Runner(
             self.model,
             self.kv_cache,
@@ -264,21 +209,9 @@ class Worker:
             with_adapters=self._with_adapters,
             deterministic=config.deterministic,
             separates_roles=self._separates_roles,
-            group=self._group,
         )
 
 
-def copy_messages(pairs: list[tuple[int, int]], group: int) -> Iterator[list[int]]:
-    """Generate the messages to other ranks about pairs of blocks to be copied, in a group of layers."""
-    for begin in range(0, len(pairs), PAIRS_PER_MESSAGE):
-        yield [COPY_BLOCKS, group, *(block for pair in pairs[begin : begin + PAIRS_PER_MESSAGE] for block in pair)]
-
-
-def copied_pairs(blocks: list[int]) -> list[tuple[int, int]]:
-    """Return the pairs of blocks in such a message, given what follows the group."""
-    return list(zip(blocks[::2], blocks[1::2], strict=True))
-
-
-def _adapter_ids(rows: Tensor, adapter: int) -> Tensor | None:
+def adapter_ids_of(rows: Tensor, adapter: int) -> Tensor | None:
     """Return the slot of the adapter that all rows have; ``None`` for none, which is -1."""
     return torch.full_like(rows, adapter, dtype=torch.int32) if adapter >= 0 else None

@@ -1,7 +1,7 @@
 """Joining of each sum of all ranks with the norm that follows it: one operator, and on a GPU one launch."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.models.mlp import GatedMLP, MLPBesideExperts, PlainMLP
@@ -12,11 +12,12 @@ from fastinfer.parallel.reduced_weights import ReducedExperts, ReducedOutput
 from fastinfer.parallel.reduction import NormOfSum
 from fastinfer.weights.expert_weights import ExpertWeights
 
+Model = TypeVar("Model", bound=Decoder)
 # What a layer's attention or MLP ends with.
 Output = OutputProjection | ExpertWeights
 
 
-def with_fused_norms(model: Decoder) -> Decoder:
+def with_fused_norms(model: Model) -> Model:
     """Return the model with the norms joined that follow a sum directly.
 
     That is so for RMSNorms before attention and before the MLP, in models without norms behind them and without other

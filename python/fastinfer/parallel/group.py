@@ -6,9 +6,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fastinfer._C import ProcessGroup
 from fastinfer.utils.interrupts import deferred_interrupts
@@ -26,6 +28,21 @@ PAGE = mmap.ALLOCATIONGRANULARITY
 ABORTED = "the group of ranks was aborted"  # the error of a rank that was not the cause, as in csrc/parallel
 
 
+@dataclass(frozen=True, eq=False)
+class Team:
+    """One rank's view of the ranks with which it exchanges activations.
+
+    Attributes:
+        rank: number of this rank among them.
+        size: number of these ranks.
+        memory: [bytes] uint8, memory for exchanges, which operators of :mod:`fastinfer.ops.parallel` use.
+    """
+
+    rank: int
+    size: int
+    memory: Tensor
+
+
 class Group:
     """One rank's view of a group.
 
@@ -37,24 +54,36 @@ class Group:
         memory_fd: file descriptor of the memory for exchanges and messages.
         inputs_fd: file descriptor of the memory for the inputs of steps.
         purpose: what the ranks do together, for messages of rank 0.
+        team_size: number of consecutive ranks that exchange activations with each other; ``None`` for all.
 
     Attributes:
         rank, size, purpose: see above.
         fds: both file descriptors, for the processes of other ranks.
         cause: why the group was aborted; empty while it works, and where another rank knows the cause.
         on_abort: function that is called once this rank has aborted the group; ``None`` for none.
-        memory: [bytes] uint8, memory for exchanges, which operators of :mod:`fastinfer.ops.parallel` use.
+        memory: [bytes] uint8, memory for exchanges of all ranks.
+        team: the ranks that exchange activations with this one.
     """
 
     def __init__(
-        self, rank: int, size: int, memory_fd: int, inputs_fd: int, purpose: str = "tensor parallelism"
+        self,
+        rank: int,
+        size: int,
+        memory_fd: int,
+        inputs_fd: int,
+        purpose: str = "tensor parallelism",
+        team_size: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.purpose = purpose
         self.fds = memory_fd, inputs_fd
-        shared = np.frombuffer(mmap.mmap(memory_fd, ProcessGroup.num_bytes(SLOT_BYTES)), np.uint8)
-        self.memory = torch.from_numpy(shared)
+        team_size = team_size or size
+        num_bytes = ProcessGroup.num_bytes(SLOT_BYTES)
+        shared = np.frombuffer(mmap.mmap(memory_fd, num_bytes * num_parts(size, team_size)), np.uint8)
+        self.memory = torch.from_numpy(shared[:num_bytes])
+        start = 0 if team_size == size else (1 + rank // team_size) * num_bytes
+        self.team = Team(rank % team_size, team_size, torch.from_numpy(shared[start : start + num_bytes]))
         self._group = ProcessGroup(shared, rank)
         self.on_abort: Callable[[], None] | None = None
         self.cause = ""
@@ -64,7 +93,12 @@ class Group:
 
     @classmethod
     def create(
-        cls, size: int, deadline: float | None = None, num_messages: int = 1, purpose: str = "tensor parallelism"
+        cls,
+        size: int,
+        deadline: float | None = None,
+        num_messages: int = 1,
+        purpose: str = "tensor parallelism",
+        team_size: int | None = None,
     ) -> "Group":
         """Allocate the memory of a group, and return the view of rank 0.
 
@@ -73,17 +107,25 @@ class Group:
             deadline: longest wait for another rank in seconds; ``DEADLINE`` by default.
             num_messages: number of messages that may be sent before the first of them is carried out, at most
                 ``MAX_MESSAGES``.
-            purpose: see :class:`Group`.
+            purpose, team_size: see :class:`Group`.
         """
+        team_size = team_size or size
         fds = [os.memfd_create(f"fastinfer-{name}", os.MFD_CLOEXEC) for name in ("group", "inputs")]
         num_bytes = ProcessGroup.num_bytes(SLOT_BYTES)
-        os.ftruncate(fds[0], num_bytes)
-        memory = mmap.mmap(fds[0], num_bytes)
+        all_bytes = num_bytes * num_parts(size, team_size)
+        os.ftruncate(fds[0], all_bytes)
+        memory = mmap.mmap(fds[0], all_bytes)
         ProcessGroup.initialize(memory, size, SLOT_BYTES, DEADLINE if deadline is None else deadline, num_messages)
-        group = cls(0, size, fds[0], fds[1], purpose)
+        for part in range(1, num_parts(size, team_size)):
+            ProcessGroup.initialize_team(memory, part * num_bytes, (part - 1) * team_size, team_size)
+        group = cls(0, size, fds[0], fds[1], purpose, team_size)
         for fd in fds:
             weakref.finalize(group, os.close, fd)
         return group
+
+    def team_ranks(self, number: int) -> range:
+        """Return the ranks of a team."""
+        return range(number * self.team.size, (number + 1) * self.team.size)
 
     def allocate_inputs(self, num_bytes: int) -> np.ndarray:
         """Return memory for the inputs of steps, [num_bytes] uint8, filled with zeros before a rank writes to it.
@@ -168,6 +210,11 @@ class Group:
     def exchanged(self) -> tuple[int, int]:
         """Numbers of exchanges and of bytes that this rank has sent since the start."""
         return self._group.exchanged()
+
+
+def num_parts(size: int, team_size: int) -> int:
+    """Return the number of parts of a group's memory: one for all ranks, and one for each team unless it has all."""
+    return 1 if team_size == size else 1 + size // team_size
 
 
 def is_abort(error: BaseException) -> bool:

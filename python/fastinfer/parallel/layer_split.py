@@ -11,7 +11,7 @@ from fastinfer.parallel.support import refuse_parts
 
 
 def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
-    """Return the layers of each stage of a model.
+    """Return the layers of each stage of a model; a single stage may have any layers.
 
     Args:
         checkpoint: an open checkpoint.
@@ -22,6 +22,8 @@ def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
         RequestError: the layers cannot form so many stages.
     """
     config = checkpoint.config
+    if num_stages == 1:
+        return [range(config.num_layers)]
     parts = {
         "inputs of single layers": bool(config.per_layer_size),
         "a reduced vocabulary": bool(config.draft_vocab_size),

@@ -6,14 +6,12 @@ from torch import Tensor
 from fastinfer.formats.unpacked import Unpacked
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
-from fastinfer.models.decoder import Decoder
 from fastinfer.models.layer_reader import LayerReader
-from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.norm import RMSNorm
 from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.parallel.division import Division, Layout
 from fastinfer.parallel.fused_norms import with_fused_norms
-from fastinfer.parallel.group import Group
+from fastinfer.parallel.group import Group, Team
 from fastinfer.parallel.matrix_rows import OUTPUTS, has_columns, input_widths
 from fastinfer.parallel.reduced_weights import ReducedExperts, ReducedOutput
 from fastinfer.parallel.reduction import Reduction
@@ -21,6 +19,7 @@ from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots, SlotSizes
 from fastinfer.parallel.sharded_checkpoint import ShardedCheckpoint
 from fastinfer.parallel.sharded_norm import ShardedHeadsNorm
 from fastinfer.parallel.sharded_weights import ShardedExperts, ShardedOutput, ShardedRows
+from fastinfer.parallel.stage import Stage, StageLoader
 from fastinfer.utils.torch_threads import one_torch_thread
 from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import Weight
@@ -32,9 +31,10 @@ def load_shard(
     max_model_len: int | None,
     group: Group,
     slots: SlotSizes | None = None,
+    layers: range | None = None,
     layout: Layout = "gather",
-) -> Decoder:
-    """Load a rank's part of a model, which computes whole hidden states and logits together with the other ranks.
+) -> Stage:
+    """Load a rank's part of a stage, which computes whole hidden states and logits together with its team.
 
     Args:
         checkpoint: an open checkpoint.
@@ -42,16 +42,25 @@ def load_shard(
         max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
         group: the group of ranks.
         slots: sizes of the slots for LoRA adapters; ``None`` for a model without.
+        layers: layers of the stage; ``None`` for all.
         layout: what the ranks have of output projections, see :mod:`fastinfer.parallel.division`.
 
     Raises:
         FastinferError: as for :func:`fastinfer.models.load_weights`.
     """
-    division = Division(checkpoint.config, group.rank, group.size, layout)
-    reader = ShardedReader(ShardedCheckpoint(checkpoint, division), Precision.of(dtype), division, group)
+    team, precision = group.team, Precision.of(dtype)
+    layers = layers or range(checkpoint.config.num_layers)
+    division = Division(checkpoint.config, team.rank, team.size, layout)
+    reader: LayerReader
+    if team.size == 1:
+        reader = LayerReader(checkpoint, precision, "cpu")
+    else:
+        reader = ShardedReader(ShardedCheckpoint(checkpoint, division), precision, division, team)
     with one_torch_thread():
-        model = with_fused_norms(DecoderLoader(reader, max_model_len).decoder())
-    return model if slots is None else model.with_adapters(ShardedAdapterSlots(division, group, *slots))
+        stage = StageLoader(reader, max_model_len, layers).stage()
+    if layout == "reduce":
+        stage = with_fused_norms(stage)
+    return stage if slots is None else stage.with_adapters(ShardedAdapterSlots(division, group, layers, *slots))
 
 
 class ShardedReader(LayerReader):
@@ -61,10 +70,10 @@ class ShardedReader(LayerReader):
         checkpoint: the rank's part of a checkpoint.
         precision: precision in which the model computes.
         division: division of the model.
-        group: the group of ranks.
+        group: the ranks that have parts of the same layers.
     """
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, division: Division, group: Group) -> None:
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, division: Division, group: Team) -> None:
         super().__init__(checkpoint, precision, "cpu")
         self._division = division
         self._group = group

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.models.norm import RMSNorm
-from fastinfer.parallel.group import Group
+from fastinfer.parallel.group import Team
 from fastinfer.weights.weight import NormOptions
 
 
@@ -45,7 +45,7 @@ class Reduction:
         next_norm: norm that follows and is computed with the sum; ``None`` for none.
     """
 
-    group: Group
+    group: Team
     next_norm: NormOfSum | None = None
 
     def own_residual(self, residual: Tensor | None) -> Tensor | None:

@@ -1,5 +1,7 @@
 """LoRA adapters of a model that is divided among ranks."""
 
+from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,9 +14,7 @@ from fastinfer.models.lora_modules import Sizes, module_sizes
 from fastinfer.parallel.division import Division
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.matrix_rows import OUTPUTS, adapter_rows
-
-# First word of the messages to the other ranks about adapters; see fastinfer.engine.worker for the other messages.
-ADAPTER = 3
+from fastinfer.parallel.messages import Message
 
 
 class SlotSizes(NamedTuple):
@@ -26,19 +26,30 @@ class SlotSizes(NamedTuple):
 
 
 class ShardedAdapterSlots(AdapterSlots):
-    """Slots of one rank: A of every module, and the rows of B whose outputs the rank computes.
+    """Slots of one rank: A of every module of its layers, and the rows of B whose outputs the rank computes.
 
-    Rank 0 reads adapters, and sends them to the others as activations are exchanged.
+    Rank 0 reads adapters, and sends them to the others as activations are exchanged, by a message for each module. The
+    slots for layers of other stages take no memory, as nothing is written to them.
 
     Args:
-        division: division of the model.
-        group: the group of ranks.
+        division: division of the model among the ranks of a team.
+        group: the group of all ranks.
+        layers: the rank's layers.
         max_loras, max_rank, dtype: see :class:`fastinfer.models.lora.AdapterSlots`.
+
+    Attributes:
+        send: function that sends a message, which rank 0 also gets by :meth:`follow`.
     """
 
-    def __init__(self, division: Division, group: Group, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, division: Division, group: Group, layers: range, max_loras: int, max_rank: int, dtype: torch.dtype
+    ) -> None:
         self._division = division
         self._group = group
+        num_layers = division.config.num_layers
+        self._own = {*layers, *([num_layers] if layers.stop == num_layers else [])}  # with the output layer
+        self.send: Callable[[list[int]], None] = group.send
+        self._outgoing: deque[tuple[Tensor, Tensor]] = deque()  # of messages of rank 0 that it has not followed yet
         # Without memory: what adapters are checked against.
         self._whole = AdapterSlots(division.config, max_loras, max_rank, dtype, "meta")
         super().__init__(division.local_config, max_loras, max_rank, dtype)
@@ -53,22 +64,22 @@ class ShardedAdapterSlots(AdapterSlots):
             for layer, modules in enumerate((*self._whole.layers, {"lm_head": self._whole.lm_head}))
             for number, slots in enumerate(modules.values())
         }
-        with self._group.together():
-            self._group.send([ADAPTER, slot])
-            self.unload(slot)
-            for place, a, b in adapter.parts:
-                words = [slot, *addresses[id(place.slots)], len(a), *place.index]
-                self._group.send([ADAPTER, *words])
-                self._set(words, a, b)
+        self.send([Message.ADAPTER, slot])
+        for place, a, b in adapter.parts:
+            self._outgoing.append((a, b))
+            self.send([Message.ADAPTER, slot, *addresses[id(place.slots)], len(a), *place.index])
 
     def follow(self, words: list[int]) -> None:
-        """Carry out a message of rank 0."""
+        """Carry out a message of rank 0, at the same time as all other ranks."""
         if len(words) == 1:
             self.unload(words[0])
             return
-        _, layer, number, rank, *_ = words
-        slots = self._modules(self._whole, layer)[number][1]
-        a, b = (torch.empty(rank, half.shape[-1], dtype=half.dtype) for half in (slots.a, slots.b))
+        if self._group.rank == 0:
+            a, b = self._outgoing.popleft()
+        else:
+            _, layer, number, rank, *_ = words
+            slots = self._modules(self._whole, layer)[number][1]
+            a, b = (torch.empty(rank, half.shape[-1], dtype=half.dtype) for half in (slots.a, slots.b))
         self._set(words, a, b)
 
     def _set(self, words: list[int], a: Tensor, b: Tensor) -> None:
@@ -76,8 +87,10 @@ class ShardedAdapterSlots(AdapterSlots):
         slot, layer, number, rank, *index = words
         name, slots = self._modules(self, layer)[number]
         a, b = self._from_first(a), self._from_first(b)
+        if layer not in self._own:
+            return
         if name.startswith("heads."):  # of latent attention
-            heads = self._division.query_heads()[self._group.rank]
+            heads = self._division.query_heads()[self._division.rank]
             if index[0] not in heads:
                 return
             index = [index[0] - heads.start]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.models.norm import RMSNorm
-from fastinfer.parallel.group import Group
+from fastinfer.parallel.group import Team
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class ShardedHeadsNorm(RMSNorm):
         widths: number of columns of each rank.
     """
 
-    group: Group
+    group: Team
     widths: list[int]
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, factor: float = 1.0) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from fastinfer import ops
-from fastinfer.parallel.group import Group
+from fastinfer.parallel.group import Team
 from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import LinearOptions, Weight
 
@@ -25,7 +25,7 @@ class ShardedOutput(Weight):
     """
 
     local: Weight
-    group: Group
+    group: Team
     in_widths: list[int] | None
     out_widths: list[int]
     columns: Tensor
@@ -58,7 +58,7 @@ class ShardedExperts(ExpertWeights):
     """Output projections of experts, whose inputs each rank has some columns of; see :class:`ShardedOutput`."""
 
     local: ExpertWeights
-    group: Group
+    group: Team
     in_widths: list[int]
     out_widths: list[int]
 
@@ -82,7 +82,7 @@ class ShardedRows(Weight):
     """
 
     local: Weight
-    group: Group
+    group: Team
     widths: list[int]
 
     @property

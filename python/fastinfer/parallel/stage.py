@@ -1,5 +1,6 @@
 """A stage of pipeline parallelism: consecutive layers of a model, at its ends with embedding or output layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,13 +8,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from fastinfer.models.batch import Batch
-from fastinfer.models.checkpoint import Checkpoint
-from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
-from fastinfer.utils.torch_threads import one_torch_thread
+from fastinfer.models.lora import AdapterSlots, LayerAdapters
 from fastinfer.weights.weight import LinearOptions, Weight
 
 
@@ -56,6 +55,13 @@ class Stage(Decoder):
     def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         return super().logits(hidden, indices, adapter_ids) if self.is_last else hidden[:0]
 
+    def with_adapters(self, slots: AdapterSlots) -> "Stage":
+        return replace(self, adapters=slots)
+
+    def _adapters(self, batch: Batch) -> Sequence[LayerAdapters | None]:
+        adapters = super()._adapters(batch)
+        return adapters if batch.adapter_ids is None else adapters[self.indices.start : self.indices.stop]
+
 
 @dataclass(frozen=True, eq=False)
 class AbsentWeight(Weight):
@@ -70,24 +76,13 @@ class AbsentWeight(Weight):
         raise ValueError("the embedding is in the first stage")
 
 
-def load_stage(checkpoint: Checkpoint, dtype: str, max_model_len: int | None, indices: range) -> Stage:
-    """Load a stage of a model.
+class StageLoader(DecoderLoader):
+    """Builder of a stage.
 
     Args:
-        checkpoint: an open checkpoint.
-        dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
-        max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
+        reader, max_model_len: see :class:`DecoderLoader`.
         indices: numbers of its layers.
-
-    Raises:
-        FastinferError: as for :func:`fastinfer.models.load_weights`.
     """
-    with one_torch_thread():
-        return StageLoader(LayerReader(checkpoint, Precision.of(dtype), "cpu"), max_model_len, indices).stage()
-
-
-class StageLoader(DecoderLoader):
-    """Builder of a stage; the arguments are those of :class:`DecoderLoader` and :func:`load_stage`."""
 
     def __init__(self, reader: LayerReader, max_model_len: int | None, indices: range) -> None:
         super().__init__(reader, max_model_len)
@@ -97,17 +92,21 @@ class StageLoader(DecoderLoader):
         """Read the weights of the stage."""
         config, indices = self._config, self._indices
         is_first, is_last = indices.start == 0, indices.stop == config.num_layers
-        absent = AbsentWeight(config.vocab_size)
-        head = (self.lm_head() or self.embedding()) if is_last else absent
+        absent: Weight = AbsentWeight(config.vocab_size)
+        embedding = self.embedding() if is_first else absent
+        head = absent
+        if is_last:
+            head = self.lm_head() or (embedding if is_first else self.embedding())
         return Stage(
             config=config,
             dtype=self._reader.precision.dtype,
             exact=self._reader.precision.exact,
-            embedding=self.embedding() if is_first else absent,
+            embedding=embedding,
             layers=self.layers(indices),
             norm=self.norm(),
             lm_head=head,
             embedding_norm=self.embedding_norm() if is_first else None,
             position_embedding=self.position_embedding() if is_first else None,
+            per_layer_inputs=self.per_layer_inputs() if is_first else None,
             indices=indices,
         )

@@ -1,0 +1,235 @@
+"""The worker of a rank, which has a part of a model, with several steps in flight if there are several stages.
+
+Ranks of a team have the same stage, a part of every weight each, and compute it together. A step passes through the
+teams 1, 2, ... and then through team 0, which has the last stage: so the logits are where the sampler is, and hidden
+states go in one direction only. Each step in flight has a slot in the memory that the ranks share: its inputs, and the
+hidden states between two stages.
+
+Rank 0 decides everything, and tells the others by messages. Each rank, rank 0 included, carries out all messages in
+their order, each once the team before has done so.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastinfer.engine.batch_inputs import BatchInputs, StepResult
+from fastinfer.engine.chunk import Chunk
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.worker import Worker, adapter_ids_of
+from fastinfer.parallel.group import MAX_MESSAGES, Group
+from fastinfer.parallel.messages import Message
+from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots
+from fastinfer.parallel.stage import Stage
+
+# Pairs of blocks in a message.
+PAIRS_PER_MESSAGE = 1024
+
+
+class _Done(NamedTuple):
+    """A computed step, and its slot."""
+
+    slot: int
+    result: StepResult
+
+
+class RankWorker(Worker):
+    """Owns a rank's part of a model, and of the KV cache.
+
+    Args:
+        config: configuration of the engine.
+        model: the part.
+        size: size of the KV caches of all ranks together.
+        with_adapters, separates_roles: see :class:`Worker`.
+        group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`.
+
+    Attributes:
+        num_slots: largest number of steps in flight, as many as stages.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Stage,
+        size: KVCacheSize,
+        *,
+        with_adapters: bool,
+        separates_roles: bool,
+        group: Group,
+    ) -> None:
+        self.num_slots = num_teams = group.size // group.team.size
+        super().__init__(
+            config,
+            model,
+            size,
+            with_adapters=with_adapters,
+            separates_roles=separates_roles,
+            allocate=group.allocate_inputs,
+            num_slots=num_teams,
+            layers=model.indices,
+        )
+        self._ranks = group
+        team = group.rank // group.team.size
+        self._before = group.team_ranks((team - 1) % num_teams) if num_teams > 1 and team != 1 else range(0)
+        self._between = [self._share_hidden(model, inputs) for inputs in self._inputs] if num_teams > 1 else []
+        self._hidden: list[Tensor | None] = [None] * num_teams  # of the last step in each slot
+        self._next_slot = 0
+        # Of rank 0: messages that it has not carried out itself yet, and steps that it has, but that nobody took yet.
+        self._sent: deque[list[int]] = deque()
+        self._done: deque[_Done] = deque()
+        self._taken = 0  # slot of the step that was taken last
+        if isinstance(model.adapters, ShardedAdapterSlots):
+            model.adapters.send = self._send
+
+    def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
+        self.complete_all()  # what an interrupted step has left
+        self.launch(chunks, rows, drawn)
+        result = self.collect()
+        self.report(chunks, result)
+        return result
+
+    def launch(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> None:
+        """Let the other ranks begin a step, which :meth:`collect` completes; at most ``num_slots`` may be in flight.
+
+        Args:
+            chunks, rows, drawn: see :meth:`fastinfer.engine.runner.Runner.__call__`.
+
+        Raises:
+            RuntimeError: a rank has ended.
+        """
+        slot = self._next_slot
+        runner = self._runners[slot]
+        size, is_decode = runner.prepare(chunks, rows, drawn)
+        self._send([Message.STEP, slot, *runner.description(size, is_decode)])
+        self._next_slot = (slot + 1) % self.num_slots
+
+    def collect(self) -> StepResult:
+        """Complete the oldest step in flight, and return its result, which is valid until the next launch.
+
+        Raises:
+            RuntimeError: a rank has ended, or did not compute its part before the deadline.
+        """
+        while not self._done:
+            self._carry_out_next()
+        self._taken, result = self._done.popleft()
+        return result
+
+    def complete_all(self) -> None:
+        """Carry out all messages, and drop the results of steps in flight, which are of no use any more."""
+        while self._sent:
+            self._carry_out_next()
+        self._done.clear()
+
+    def follow(self) -> None:
+        """Wait for a message of rank 0 and for the team before, and carry it out; only for other ranks.
+
+        Raises:
+            RuntimeError: the group was aborted, or the ranks disagree.
+        """
+        self._carry_out(self._ranks.receive())
+        self._ranks.finish()
+
+    def copy_blocks(self, pairs: list[tuple[int, int]], group: int) -> None:
+        """Copy blocks of a group of layers, on each rank between the steps that were launched before and after."""
+        for begin in range(0, len(pairs), PAIRS_PER_MESSAGE):
+            blocks = [block for pair in pairs[begin : begin + PAIRS_PER_MESSAGE] for block in pair]
+            self._send([Message.COPY_BLOCKS, group, *blocks])
+
+    def release(self, *, with_model: bool) -> None:
+        assert not with_model, "other ranks cannot load their parts again"
+        self._send([Message.RELEASE])
+        self.complete_all()
+
+    def restore(self) -> None:
+        self._send([Message.RESTORE])
+        self.complete_all()
+
+    def _logits(self, hidden: Tensor, rows: Tensor, adapter: int) -> Tensor:
+        whole = self._hidden[self._taken]
+        if self._ranks.team.size == 1 or whole is None:
+            return super()._logits(hidden, rows, adapter)
+        # The rest of the team has the same hidden states of the whole step, of which these are consecutive rows. It may
+        # have begun later steps, which come first.
+        first = (hidden.data_ptr() - whole.data_ptr()) // (hidden.shape[1] * hidden.itemsize)
+        self._send([Message.LOGITS, self._taken, first + int(rows[0]), len(rows), adapter])
+        logits = None
+        while self._sent:
+            logits = self._carry_out_next()
+        assert logits is not None
+        return logits
+
+    def _send(self, words: list[int]) -> None:
+        """Send a message, once so many earlier ones are carried out that no other rank waits for this one to do so."""
+        while len(self._sent) >= MAX_MESSAGES // 2:
+            self._carry_out_next()
+        with self._ranks.together():
+            self._ranks.send(words)
+            self._sent.append(words)
+
+    def _carry_out_next(self) -> Tensor | None:
+        """Carry out the oldest message that this rank has sent, once its whole team does; return logits if it asks."""
+        group = self._ranks
+        with group.together():
+            logits = self._carry_out(self._sent.popleft())
+            for rank in group.team_ranks(0)[1:]:  # which may still read the inputs
+                group.wait_for(rank)
+            group.finish()
+            return logits
+
+    def _carry_out(self, words: list[int]) -> Tensor | None:
+        kind, *words = words
+        if kind == Message.ADAPTER:  # for which all ranks come together
+            assert isinstance(self.model.adapters, ShardedAdapterSlots)
+            self.model.adapters.follow(words)
+            return None
+        for rank in self._before:
+            self._ranks.wait_for(rank)
+        if kind == Message.STEP:
+            self._compute(*words)
+        elif kind == Message.COPY_BLOCKS:
+            group, *blocks = words
+            super().copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
+        elif kind == Message.RELEASE:
+            self._hidden = [None] * self.num_slots
+            super().release(with_model=False)
+        elif kind == Message.RESTORE:
+            super().restore()
+        else:
+            assert kind == Message.LOGITS
+            return self._logits_of(*words)
+        return None
+
+    def _compute(self, slot: int, *description: int) -> None:
+        """Compute the step in a slot, and leave its hidden states to the next stage."""
+        result = self._runners[slot].follow(description)
+        self._hidden[slot] = result.hidden
+        if self._between and self._ranks.team.rank == 0:
+            self._between[slot][: len(result.hidden)].copy_(result.hidden)
+        if self._ranks.rank == 0:
+            self._done.append(_Done(slot, result))
+
+    def _logits_of(self, slot: int, first: int, count: int, adapter: int) -> Tensor | None:
+        """Compute logits for rows of the last step in a slot; ``None`` if other ranks have the output layer."""
+        hidden = self._hidden[slot]
+        assert hidden is not None
+        if self._ranks.rank >= self._ranks.team.size:
+            return None
+        rows = torch.arange(first, first + count)
+        return self.model.logits(hidden, rows, adapter_ids_of(rows, adapter))
+
+    def _share_hidden(self, model: Stage, inputs: BatchInputs) -> Tensor:
+        """Allocate memory for the hidden states between two stages, and read them there unless the stage is the first.
+
+        Returns:
+            [max_tokens, hidden].
+        """
+        shape = inputs.max_tokens, model.config.hidden_size
+        memory = self._ranks.allocate_inputs(shape[0] * shape[1] * model.dtype.itemsize)
+        hidden = torch.from_numpy(memory).view(model.dtype).view(shape)
+        if not model.is_first:
+            inputs.hidden = hidden
+        return hidden
