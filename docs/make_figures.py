@@ -182,6 +182,31 @@ def plot_sparse_attention(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def plot_draft_head(path: Path) -> None:
+    results = load("draft_head.json")
+    figure, (speed, drafts) = make_figure(2, results, "python bench/bench_draft_head.py")
+    cases, training = results["results"], results["training"]
+    bars = speed.bar([str(case["drafts"]) for case in cases], [case["speedup"] for case in cases], color=BLUE)
+    labels = [f"{case['speedup']:.2f}" + (f"\n{case['accepted']:.0%}" if case["drafts"] else "") for case in cases]
+    speed.bar_label(bars, labels, padding=2)
+    speed.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    speed.set_ylim(0, 1.3 * max(case["speedup"] for case in cases))
+    speed.set_xlabel("drafts at most (below the speed: accepted)")
+    speed.set_ylabel("speed of greedy answers,\ntimes that without drafts")
+    for index, (name, colour) in enumerate({"before": GREY, "after": BLUE}.items()):
+        shares = [100 * share for share in training[name]]
+        places = [place + 0.4 * index for place in range(len(shares))]
+        bars = drafts.bar(places, shares, width=0.4, color=colour, label=f"{name} training")
+        drafts.bar_label(bars, [f"{share:.0f}" for share in shares], padding=2)
+    drafts.set_xticks(
+        [place + 0.2 for place in range(len(training["after"]))], ["first draft", "second after a right one"]
+    )
+    drafts.set_ylabel("right on held-out prompts, %")
+    drafts.set_ylim(0, 80)
+    drafts.legend(frameon=False, loc="upper center", ncols=2)
+    figure.savefig(path, dpi=120)
+
+
 def plot_prompt_modules(path: Path) -> None:
     results = load("prompt_modules.json")
     figure, (quality, speed) = make_figure(2, results, "python bench/bench_prompt_modules.py")
@@ -255,6 +280,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "ablation": plot_ablation,
     "quantization": plot_quantization,
     "sparse-attention": plot_sparse_attention,
+    "draft-heads": plot_draft_head,
     "prompt-modules": plot_prompt_modules,
     "distillation": plot_distillation,
 }
