@@ -17,7 +17,7 @@ from fastinfer import ops
 from fastinfer.errors import RequestError
 from fastinfer.formats.unpacked import Dense
 from fastinfer.models import layer_places, load_weights, moe, open_checkpoint, placed_decoder
-from fastinfer.models.batch import Batch, LastRows
+from fastinfer.models.batch import Batch, FeatureSlots, LastRows
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.decoder import Decoder
@@ -210,13 +210,17 @@ def test_everything_of_a_batch_is_copied() -> None:
         images=ImageTokens(ids, ids, ids, (slice(1, 2),)),
         sparse=SparseRows(3, 4, ids, ids),
         last=LastRows(ids, ids, ids, ids, 7),
+        features=FeatureSlots(ids, ids),
     )
     copy = moved(batch, "meta")
     assert copy.images is not None
     assert copy.sparse is not None
     assert copy.last is not None
+    assert copy.features is not None
     values = [
-        getattr(part, field.name) for part in (copy, copy.images, copy.sparse, copy.last) for field in fields(part)
+        getattr(part, field.name)
+        for part in (copy, copy.images, copy.sparse, copy.last, copy.features)
+        for field in fields(part)
     ]
     assert {tensor.device.type for tensor in tensors_of(values)} == {"meta"}
     assert None not in [value for value in values if not isinstance(value, Tensor)]
