@@ -68,8 +68,7 @@ class LLM:
             (``"cuda+cpu"``): docs/placement.md.
         draft_model: name or path of a smaller model with the same vocabulary, or of a draft head, that drafts tokens
             for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). Draft heads:
-            docs/draft-heads.md. Without either,
-            ``num_speculative_tokens`` are drafted from n-grams of the text itself.
+            docs/draft-heads.md. Without either, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
             for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.

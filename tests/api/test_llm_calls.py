@@ -1,4 +1,4 @@
-"""What LLM does beside completing and chatting, on the default model: vectors, scores, pinned prompts, salts,
+"""Methods of LLM beside completing and chatting, on the default model: vectors, scores, pinned prompts, salts,
 several completions, structured output, speculation."""
 
 import asyncio

@@ -358,7 +358,7 @@ def test_mistakes(arguments: list[str], error: str, capsys: pytest.CaptureFixtur
 
 
 def test_memory_of_each_device(tmp_path: Path) -> None:
-    """Of a model whose experts are on the CPU in three of four layers; with shares, devices need not exist."""
+    """The experts of three of four layers are on the CPU; with shares, devices need not exist."""
     save_model(tmp_path, "qwen3-moe")
     found = describe(str(tmp_path), 64, 2, RATES, "cuda:0+cpu=3,cuda:1=1")
     first, cpu, second = (

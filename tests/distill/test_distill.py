@@ -46,7 +46,7 @@ def teacher(folder: Path) -> Teacher:
 
 
 def expected(folder: Path, text: list[int]) -> dict[str, torch.Tensor]:
-    """What transformers computes in fp32."""
+    """The tensors that transformers computes in fp32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
     found: dict[str, torch.Tensor] = {}
     attention = model.model.layers[-1].self_attn

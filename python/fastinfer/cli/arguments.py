@@ -140,7 +140,7 @@ def add_train_head(parser: argparse.ArgumentParser) -> None:
         help="a text with a user's message in each line, or 'self' for messages that the model writes",
     )
     parser.add_argument(
-        "--minutes", type=float, default=15.0, metavar="N", help="time of the whole run; default: %(default)s"
+        "--minutes", type=rate, default=15.0, metavar="N", help="time of the whole run; default: %(default)s"
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
     add_threads_option(parser)

@@ -101,9 +101,7 @@ def check_quantize(args: argparse.Namespace) -> None:
 
 def check_train_head(args: argparse.Namespace) -> None:
     """Check the arguments of ``train-head``."""
-    if not 0 < args.minutes < float("inf"):
-        raise RequestError(f"--minutes: expected a positive number, got {args.minutes}")
-    if args.data != "self":
+    if args.data != SELF:
         read_text(args.data)
     if (out := Path(args.out)).exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError(f"--out: expected a new or empty folder, got {out}")

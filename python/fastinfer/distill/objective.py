@@ -1,4 +1,4 @@
-"""What the student is trained for: a sum of losses against the teacher's records."""
+"""Objective of the training: a sum of losses against the teacher's records."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a run has achieved: figures of the student while it was trained, its speed, a table and a plot."""
+"""Report of a run: figures of the student while it was trained, its speed, a table and a plot."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

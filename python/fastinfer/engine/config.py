@@ -26,23 +26,12 @@ MAX_SPECULATIVE_TOKENS = 15
 # The first block, the last two and one that is chosen.
 MIN_SPARSE_PAGES = 4
 MAX_GIB = 2.0**30
-# Values of options that tensor and pipeline parallelism do not support otherwise.
-DIVIDED = {
-    "device": ("cpu",),
-    "kv_offloading_size": (None,),
-    "kv_offloading_dir": (None,),
-    "sparse_attention": (None,),
-}
+# Values of options that a model does not support otherwise if it is not on one device of one process: with tensor and
+# pipeline parallelism, and with layers on several devices.
+_APART = {"kv_offloading_size": (None,), "kv_offloading_dir": (None,), "sparse_attention": (None,)}
+DIVIDED = {"device": ("cpu",), **_APART}
 STAGED = {**DIVIDED, "tensor_parallel_layout": ("gather",), "async_scheduling": (False, None)}
-# The same for models whose layers are on several devices of one process.
-PLACED = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "kv_offloading_size": (None,),
-    "kv_offloading_dir": (None,),
-    "sparse_attention": (None,),
-    "max_loras": (0,),
-}
+PLACED = {"tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), **_APART, "max_loras": (0,)}
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}

@@ -1,4 +1,4 @@
-"""What computes the steps of one model: the model, its KV cache, and the runners on both."""
+"""Worker that computes the steps of one model: it has the model, its KV cache, and the runners on both."""
 
 from collections.abc import Callable
 

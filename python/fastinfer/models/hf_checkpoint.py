@@ -26,7 +26,7 @@ from fastinfer.models.checkpoint import (
 )
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.families import FAMILIES, Family
-from fastinfer.models.hf_config import read_hf_config
+from fastinfer.models.hf_config import parse_hf_config
 from fastinfer.models.state_config import LinearAttentionConfig
 
 D2T = "d2t"
@@ -199,7 +199,7 @@ class HFCheckpoint:
 
     def _read_config(self) -> tuple[ModelConfig, Family]:
         """Return the configuration, and the names of the tensors."""
-        config = read_hf_config(self.path / "config.json")
+        config = parse_hf_config(self._fields)
         return config, FAMILIES[config.architecture]
 
     @functools.cached_property

@@ -62,7 +62,7 @@ def place_layers(config: ModelConfig, places: Sequence[Place], shares: Sequence[
 
 
 def possible_ends(config: ModelConfig) -> list[int]:
-    """Return the numbers of layers after which a place may end.
+    """Return the numbers of layers after which a place or a stage may end, in ascending order.
 
     A layer stays with the one whose keys and values it attends to, and with the one whose input it shares.
     """

@@ -7,6 +7,7 @@ from fastinfer.errors import RequestError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_encoder import FAMILIES
+from fastinfer.models.layer_places import possible_ends
 from fastinfer.parallel.support import refuse_parts
 
 
@@ -45,12 +46,7 @@ def stage_starts(config: ModelConfig) -> list[int]:
 
     A layer stays in the stage of the one whose input or whose keys and values it shares.
     """
-    return [
-        start
-        for start in range(config.num_layers)
-        if not config.is_parallel(start)
-        and all(config.kv_layer(layer) >= start for layer in range(start, config.num_layers))
-    ]
+    return [0, *possible_ends(config)[:-1]]
 
 
 def split_layers(costs: Sequence[float], head_cost: float, num_stages: int, starts: Sequence[int]) -> list[range]:

@@ -29,7 +29,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What a run did.
+    """Report of a run.
 
     Attributes:
         num_answers, num_tokens: answers that the head learned from, and their tokens.

@@ -21,7 +21,7 @@ BITS, GROUP_SIZE = 4, 32
 
 @dataclass(frozen=True)
 class HeadDescription:
-    """What config.json says of a head.
+    """Description of a head for config.json.
 
     Attributes:
         sizes: sizes of the head.
