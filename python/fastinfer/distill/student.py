@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastinfer.errors import UnsupportedModelError
+from fastinfer.utils.machine import has_bf16
 
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
@@ -142,8 +143,3 @@ class Student:
         state = {name: tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
         self.model.save_pretrained(folder, state_dict=state)
         self._tokenizer.save_pretrained(folder)
-
-
-def has_bf16() -> bool:
-    """Return whether the CPU has instructions for products in bf16."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -6,17 +6,13 @@ from torch import Tensor
 
 from fastinfer import hub
 from fastinfer.distill.recorder import Recorder, recorded
-from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
-from fastinfer.llm import kv_cache_dtype_of
+from fastinfer.evaluation.recording import recording_config
 from fastinfer.models import load_model
 from fastinfer.models.decoder import Decoder
-from fastinfer.models.kv_cache import num_blocks_for
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
-
-MAX_SEQS = 32
 
 
 class Teacher:
@@ -60,16 +56,8 @@ class Teacher:
         self.hidden_layers = [(i + 1) * config.num_layers // num_hidden - 1 for i in range(num_hidden)]
         self.attention_layer = config.num_layers - 1 if with_attention else None
         self._recorder = Recorder(model, min(top_k, config.vocab_size), temperature)
-        engine_config = EngineConfig(
-            kv_cache_dtype=kv_cache_dtype_of("auto", "auto", "cpu"),
-            max_model_len=length,
-            max_num_seqs=MAX_SEQS,
-            num_kv_blocks=MAX_SEQS * (num_blocks_for(length, EngineConfig.block_size) + 1),
-            enable_prefix_caching=False,
-            enforce_eager=True,
-        )
         recording = recorded(model, self.hidden_layers, self.attention_layer, self._recorder.record)
-        self._engine = Engine(recording, self.tokenizer, engine_config)
+        self._engine = Engine(recording, self.tokenizer, recording_config(length))
 
     def record(self, texts: list[list[int]]) -> list[dict[str, Tensor]]:
         """Compute texts, and return what :meth:`fastinfer.distill.recorder.Recorder.take` does of each."""

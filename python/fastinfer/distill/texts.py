@@ -9,13 +9,12 @@ from fastinfer.distill.teacher import Teacher
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import split_sections
 from fastinfer.evaluation.text_file import read_tokens
-from fastinfer.tokenizers.chat_template import render
+from fastinfer.tokenizers.chat_template import before_user_message
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 # Sections in a shard of records.
 SHARD_SECTIONS = 32
 EVALUATION_SECTIONS = 16
-_MARK = "@@@"
 
 
 @dataclass(frozen=True)
@@ -90,15 +89,10 @@ def read_texts(data: str, evaluation: str | None, teacher: Teacher, length: int)
 def user_prefix(tokenizer: Tokenizer) -> list[int]:
     """Return what precedes a user's message in the chat template: the model then writes a message, and answers it.
 
-    The method is Magpie's (arXiv 2406.08464). A model without a template begins with its first or last special token.
+    A model without a template begins with its first or last special token.
     """
     if tokenizer.chat_template is None:
         start = tokenizer.bos_id if tokenizer.bos_id is not None else min(tokenizer.eos_ids, default=0)
         return [start]
-    text = render(
-        tokenizer.chat_template,
-        [{"role": "user", "content": _MARK}],
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-    )
-    return tokenizer.encode(text.partition(_MARK)[0], add_special_tokens=False)
+    text = before_user_message(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    return tokenizer.encode(text, add_special_tokens=False)

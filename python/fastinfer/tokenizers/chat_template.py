@@ -9,6 +9,7 @@ from fastinfer.tokenizers.template_process import TemplateProcess
 from fastinfer.utils.text import one_line
 
 _process = TemplateProcess()
+_MARK = "@@@"
 
 
 def render(
@@ -55,3 +56,13 @@ def render(
             raise UnsupportedModelError(f"the model's chat template is not safe to run: {one_line(text)}")
         case _:
             raise RequestError(f"messages: the model's chat template failed on them: {one_line(text)}")
+
+
+def before_user_message(template: str, bos_token: str = "", eos_token: str = "") -> str:
+    """Return what precedes a user's message: a model that continues it writes such a message, and then answers it.
+
+    The method is that of Magpie, Xu et al., 2024, https://arxiv.org/abs/2406.08464. Arguments and errors are those of
+    :func:`render`.
+    """
+    messages = [{"role": "user", "content": _MARK}]
+    return render(template, messages, bos_token=bos_token, eos_token=eos_token).partition(_MARK)[0]

@@ -5,7 +5,7 @@ from fastinfer.errors import RequestError
 from fastinfer.evaluation.text_file import read_text
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.serving.prompt import prepare_chat
-from fastinfer.tokenizers.chat_template import render
+from fastinfer.tokenizers.chat_template import before_user_message
 
 SELF = "self"
 # Of this many prompts one is held out, to measure acceptance on.
@@ -13,7 +13,6 @@ HELD_OUT = 16
 # Messages that the model writes itself, and their longest length in tokens.
 NUM_MESSAGES = 512
 MESSAGE_TOKENS = 64
-_MARK = "@@@"
 
 
 def read_prompts(data: str, engine: Engine) -> tuple[list[list[int]], list[list[int]]]:
@@ -46,16 +45,12 @@ def _tokens(message: str, engine: Engine) -> list[int]:
 
 
 def _written(engine: Engine) -> list[str]:
-    """Let the model write users' messages: it continues what precedes one in the chat template.
-
-    The method is that of Magpie, Xu et al., 2024, https://arxiv.org/abs/2406.08464.
-    """
+    """Let the model write users' messages: it continues what precedes one in the chat template."""
     tokenizer = engine.tokenizer
     if tokenizer.chat_template is None:
         raise RequestError("data must be a file for a model without a chat template, got 'self'")
-    messages = [{"role": "user", "content": _MARK}]
-    text = render(tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-    prefix = tokenizer.encode(text.partition(_MARK)[0], add_special_tokens=False)
+    text = before_user_message(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    prefix = tokenizer.encode(text, add_special_tokens=False)
     for seed in range(NUM_MESSAGES):
         engine.add_request(prefix, SamplingParams(temperature=1.0, max_tokens=MESSAGE_TOKENS, seed=seed, stop=["\n"]))
     written = []

@@ -10,18 +10,15 @@ from torch import Tensor
 
 from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.chunk import Chunk
-from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
-from fastinfer.llm import kv_cache_dtype_of
+from fastinfer.evaluation.recording import recording_config
 from fastinfer.models.batch import Batch
 from fastinfer.models.decoder import Decoder
-from fastinfer.models.kv_cache import num_blocks_for
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 # Longest prompt and answer together, in tokens.
 LENGTH = 256
-MAX_SEQS = 32
 # Number of likeliest tokens that are recorded of each distribution.
 TOP_K = 32
 # Temperature of every second answer; the others are greedy.
@@ -60,19 +57,11 @@ class Recorder:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, aux_layers: Iterable[int]) -> None:
         layers = [layer - 1 for layer in aux_layers]
-        config = EngineConfig(
-            kv_cache_dtype=kv_cache_dtype_of("auto", "auto", "cpu"),
-            max_model_len=LENGTH,
-            max_num_seqs=MAX_SEQS,
-            num_kv_blocks=MAX_SEQS * (num_blocks_for(LENGTH, EngineConfig.block_size) + 1),
-            enable_prefix_caching=False,  # hidden states are not cached
-            enforce_eager=True,
-        )
         self._scale = model.config.stream_scale
         self._states: dict[int, Tensor] = {}
         self._pieces: defaultdict[str, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
         tapped = model.with_taps({layer: partial(self._keep, layer) for layer in layers})
-        self.engine = Engine(tapped, tokenizer, config)
+        self.engine = Engine(tapped, tokenizer, recording_config(LENGTH))
 
     def answers(self, prompts: list[list[int]], first_seed: int, *, greedy: bool = False) -> Iterator[Answer]:
         """Answer prompts, and yield each answer as soon as it is complete.

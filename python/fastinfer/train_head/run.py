@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fastinfer import hub
 from fastinfer.errors import RequestError
+from fastinfer.evaluation.recording import MAX_SEQS
 from fastinfer.models import load_model, open_checkpoint
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.draft_head import usual_aux_layers
 from fastinfer.train_head.head import TrainableHead
 from fastinfer.train_head.initial import head_sizes, initial_weights
 from fastinfer.train_head.prompts import read_prompts
-from fastinfer.train_head.recorder import LENGTH, MAX_SEQS, Answer, Recorder
+from fastinfer.train_head.recorder import LENGTH, Answer, Recorder
 from fastinfer.train_head.trainer import NO_TOKEN, Trainer
 from fastinfer.train_head.writer import HeadDescription, check_out, write_head
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from torch.nn.utils.rnn import pad_sequence
 
-from fastinfer import _C
 from fastinfer.train_head.head import TrainableHead
 from fastinfer.train_head.recorder import Answer
+from fastinfer.utils.machine import has_bf16
 
 # Drafts in a row that the head learns. Later ones are rare, and each costs as much as the first.
 NUM_STEPS = 2
@@ -121,7 +121,7 @@ class Trainer:
         self._embed = embed
         self._column_of = column_of
         self._optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        self._autocasts = "bf16" in _C.cpu_info()["isa"]
+        self._autocasts = has_bf16()
 
     def train(self, answers: list[Answer], seconds: float, progress: Callable[[float, float], None]) -> float:
         """Train for some time.

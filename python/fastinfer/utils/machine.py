@@ -11,6 +11,11 @@ import fastinfer
 from fastinfer.utils.host_memory import host_memory
 
 
+def has_bf16() -> bool:
+    """Return whether the CPU has instructions for torch's products in bf16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def machine_facts() -> dict[str, Any]:
     """Collect versions, CPU and GPUs of this machine as JSON values; sizes are in bytes.
 
