@@ -61,6 +61,7 @@ FAMILIES = [
     "granite-hybrid",
     "nemotron-h",
     "falcon-h1",
+    "gemma4-inputs",
 ]
 
 

@@ -49,8 +49,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention_scale": 0.125,
     },
 }
-# Attention with an MLP, states with experts, and attention with experts. All products have 256 inputs, which are whole
-# blocks of any GGUF type.
+# Attention with an MLP, states with experts, and attention with experts, each with an input of its own. All products have
+# 256 inputs, which are whole blocks of any GGUF type.
 MIXED = replace(
     CONFIG,
     hidden_size=256,
@@ -66,15 +66,17 @@ MIXED = replace(
     experts_per_token=2,
     dense_layers=frozenset({0}),
     dense_intermediate_size=256,
+    per_layer_size=256,
 )
 
 
 def _gguf(type: GGUFType) -> Callable[[Tensor], Unpacked]:
     """Rows of one random file, at a place that depends on the values."""
     file = random_blocks(type, 4096, MIXED.hidden_size).flatten()
-    rows = file.reshape(4096, -1)
 
     def form(values: Tensor) -> Unpacked:
+        row_bytes = values.shape[1] // type.block_size * type.block_bytes
+        rows = file[: len(file) // row_bytes * row_bytes].reshape(-1, row_bytes)
         first = int(1e6 * values[0, 0].abs()) % (len(rows) - len(values))
         return GGUFRows.of(rows[first : first + len(values)], type, exact=False)
 
@@ -109,11 +111,12 @@ FORMS: dict[str, Callable[[Tensor], Unpacked]] = {
 
 
 def model_in(form: str, config: ModelConfig = MIXED) -> RandomCheckpoint:
-    """A model whose weights have a form, where there is such a form of an embedding and of experts."""
+    """A model whose weights have a form; embeddings and experts have another where theirs must."""
 
     def stored(name: str, values: Tensor) -> Unpacked:
-        has_other = name == "embedding" or (".experts." in name and form == "int8 permuted")
-        return int8(values) if has_other else FORMS[form](values)
+        if name.endswith("embedding"):
+            return FORMS[form if form in GGUF_FORMS and not form.startswith("IQ") else "int8"](values)
+        return FORMS["int8" if ".experts." in name and form == "int8 permuted" else form](values)
 
     return RandomCheckpoint(config, stored)
 
