@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention_scale": 0.125,
     },
 }
-# Attention with an MLP, states with experts, and attention with experts, each with an input of its own. All products have
+# Attention with an MLP, states with experts, and attention with experts, each with an input of its own. Products have
 # 256 inputs, which are whole blocks of any GGUF type.
 MIXED = replace(
     CONFIG,
