@@ -25,7 +25,6 @@ from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.models import (
-    MTP,
     LoadWeights,
     Model,
     load_model,
@@ -198,7 +197,7 @@ class LLM:
         precision = Precision.of(dtype, device)
         path = hub.resolve(model)
         sources = [partial(open_checkpoint, path, precision.exact)]
-        if draft_model == MTP:
+        if draft_model == hub.MTP:
             sources.append(partial(open_mtp_checkpoint, path, precision.exact))
         elif draft_model is not None:
             sources.append(partial(open_checkpoint, hub.resolve(draft_model), precision.exact))

@@ -16,9 +16,11 @@ from support.toy import always_speculate
 from torch import Tensor
 
 from fastinfer import LLM
+from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.models import open_checkpoint, open_mtp_checkpoint
 from fastinfer.structured_output import StructuredOutputsParams
+from fastinfer.utils.sealed_memory import SealedMemory
 
 # At such a temperature the head's distributions and the model's are alike, so that a third of the drafts are accepted.
 SAMPLED = replace(GREEDY, temperature=5.0, n=3, seed=4)
@@ -89,6 +91,16 @@ def test_grammars_rounding_and_sleep(tmp_path: Path) -> None:
     llm.wake_up()
     assert texts(llm, SAMPLED) == texts(alone, SAMPLED)
     assert llm.engine.stats().num_failed_draws == 0
+
+
+def test_replicas_share_the_layer(tmp_path: Path) -> None:
+    path = make("glm4-moe").write(tmp_path / "model")
+    memories = [SealedMemory.create() for _ in range(2)]
+    share = ReplicaShare(2, 2**31, tuple(memory.descriptor for memory in memories))
+    replicas = [with_mtp(path, share=share) for _ in range(2)]
+    expected = texts(LLM(str(path), **OPTIONS), SAMPLED)
+    assert [texts(llm, SAMPLED) for llm in replicas] == [expected, expected]
+    assert all(memory.is_sealed for memory in memories)
 
 
 def test_experts_of_the_layer_may_be_stored_in_another_way(tmp_path: Path) -> None:

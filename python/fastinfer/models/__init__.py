@@ -26,9 +26,6 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.device import resolve_device
 from fastinfer.utils.torch_threads import one_torch_thread
 
-# What a user gives as a draft model to draft with the model's own layer for multi-token prediction.
-MTP = "mtp"
-
 
 class Model(Protocol):
     """Interface of a model to the engine."""
