@@ -44,7 +44,17 @@ def check_session(args: argparse.Namespace) -> None:
     SamplingParams(**sampling_fields(args))
     if args.adapter is not None and not os.path.isfile(os.path.join(args.adapter, ADAPTER_CONFIG)):
         raise AdapterError(f"--adapter: expected a folder with {ADAPTER_CONFIG}, got {show_path(args.adapter)}")
+    check_models(args)
+
+
+def check_models(args: argparse.Namespace) -> None:
+    """Look up the model, and the draft model if there is one."""
+    draft_model = args.engine_options.get("draft_model")
+    if draft_model is not None and not args.engine_options.get("num_speculative_tokens"):
+        raise RequestError("--draft-model: expected --speculate of at least 1 with it, got none")
     hub.resolve(args.model)
+    if draft_model not in (None, hub.MTP):
+        hub.resolve(draft_model)
 
 
 def check_chat(args: argparse.Namespace) -> None:
@@ -68,7 +78,7 @@ def check_bench(args: argparse.Namespace) -> None:
     if "url" in args:
         check_server(args)
     else:
-        hub.resolve(args.model)
+        check_models(args)
 
 
 def check_server(args: argparse.Namespace) -> None:
