@@ -364,8 +364,8 @@ def test_mistakes(arguments: list[str], error: str, capsys: pytest.CaptureFixtur
 def test_memory_of_a_draft_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights with the table of positions, its keys and values, and the features."""
     head = write_speculators(tmp_path / "head", random_head())
-    found = draft_memory(head, KV_DTYPES, 100, 3)
     checkpoint = open_checkpoint(head)
+    found = draft_memory(checkpoint, KV_DTYPES, 100, 3)
     loaded = load_weights(checkpoint, "auto", "cpu", 100)
     assert found.weights_bytes == sum(tensor.nbytes for tensor in tensors_of(loaded).values())
     block_size = EngineConfig().block_size

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,7 @@ from fastinfer.distill.settings import Settings
 from fastinfer.distill.student import FROZEN_BYTES, TRAINED_BYTES
 from fastinfer.engine.cache_sizes import cache_sizes
 from fastinfer.engine.config import EngineConfig
-from fastinfer.models import load_weights, open_checkpoint
+from fastinfer.models import load_weights
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.kv_cache import num_blocks_for
@@ -32,13 +31,12 @@ class DraftMemory:
     kv_cache_bytes: dict[str, int]
 
 
-def draft_memory(path: Path, dtypes: Sequence[torch.dtype], context: int, batch: int) -> DraftMemory:
+def draft_memory(checkpoint: Checkpoint, dtypes: Sequence[torch.dtype], context: int, batch: int) -> DraftMemory:
     """Return the memory of a draft model or a draft head for ``batch`` sequences of ``context`` tokens.
 
     Raises:
         GGUFFormatError, CheckpointFormatError, UnsupportedModelError: it cannot be loaded.
     """
-    checkpoint = open_checkpoint(path)
     config = checkpoint.config
     if config.has_features:
         head = load_weights(checkpoint, "auto", "cpu", context)

@@ -97,7 +97,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=device, metavar="LIST", help="with --memory: devices like cuda:0=24,cuda:1=8 or cuda+cpu"
     )
-    parser.add_argument("--draft-model", metavar="MODEL", help="with --memory: a draft model or a draft head beside it")
+    parser.add_argument("--draft-model", metavar="MODEL", help="with --memory: a draft model or head beside it; or mtp")
     parser.add_argument("--group", type=count(32), metavar="N", help="with --plan: inputs that share a scale")
     parser.add_argument(
         "--arch", type=count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"

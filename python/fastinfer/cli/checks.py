@@ -45,7 +45,17 @@ def check_session(args: argparse.Namespace) -> None:
     SamplingParams(**sampling_fields(args))
     if args.adapter is not None and not os.path.isfile(os.path.join(args.adapter, ADAPTER_CONFIG)):
         raise AdapterError(f"--adapter: expected a folder with {ADAPTER_CONFIG}, got {show_path(args.adapter)}")
+    check_models(args)
+
+
+def check_models(args: argparse.Namespace) -> None:
+    """Look up the model, and the draft model if there is one."""
+    draft_model = args.engine_options.get("draft_model")
+    if draft_model is not None and not args.engine_options.get("num_speculative_tokens"):
+        raise RequestError("--draft-model: expected --speculate of at least 1 with it, got none")
     hub.resolve(args.model)
+    if draft_model not in (None, hub.MTP):
+        hub.resolve(draft_model)
 
 
 def check_chat(args: argparse.Namespace) -> None:
@@ -72,7 +82,7 @@ def check_bench(args: argparse.Namespace) -> None:
     if "draft_head" in args and (args.draft_head is None) is (HEAD_ROW in args.rows):
         row = "with" if args.draft_head is None else "without"
         raise RequestError(f"--draft-head: expected one with the row {HEAD_ROW} alone, got {args.draft_head} {row} it")
-    hub.resolve(args.model)
+    check_models(args)
 
 
 def check_server(args: argparse.Namespace) -> None:
@@ -87,7 +97,7 @@ def check_server(args: argparse.Namespace) -> None:
 def check_info(args: argparse.Namespace) -> None:
     """Check the arguments of ``info``."""
     for model in (args.memory, args.draft_model):
-        if model is not None:
+        if model not in (None, hub.MTP):
             hub.resolve(model)
 
 

@@ -21,7 +21,7 @@ from fastinfer.cli.memory_bounds import (
     positions_of_last,
 )
 from fastinfer.engine.kv_cache_size import available_memory
-from fastinfer.models import open_checkpoint
+from fastinfer.models import open_checkpoint, open_mtp_checkpoint
 from fastinfer.models.config import KVShape
 from fastinfer.models.kv_cache import token_bytes
 from fastinfer.utils.checks import check_int
@@ -47,7 +47,8 @@ def describe(
         batch: number of sequences.
         rates: rates of the CPU; measured if ``None``.
         device: list of places whose memory is described, too; ``None`` for none.
-        draft_model: name or path of a draft model or a draft head beside it; ``None`` for none.
+        draft_model: name or path of a draft model or a draft head beside it, ``"mtp"`` for the model's own; ``None``
+            for none.
 
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the model cannot be loaded.
@@ -68,8 +69,12 @@ def describe(
         for layout, heads in layouts.items()
     }
     own = next(iter(layouts))
-    with one_torch_thread():
-        draft = None if draft_model is None else draft_memory(hub.resolve(draft_model), kv_dtypes, context, batch)
+    draft = None
+    if draft_model is not None:
+        is_own = draft_model == hub.MTP
+        source = open_mtp_checkpoint(checkpoint.path) if is_own else open_checkpoint(hub.resolve(draft_model))
+        with one_torch_thread():
+            draft = draft_memory(source, kv_dtypes, context, batch)
 
     def total_bytes(name: str, size: int) -> int:
         drafts = 0 if draft is None else draft.weights_bytes + draft.kv_cache_bytes[name]
