@@ -47,6 +47,9 @@ def test_adapters(folder: Path, tmp_path: Path, tensor: int, pipeline: int) -> N
         for params in (GREEDY, SAMPLED):
             assert texts(divided, params, names) == texts(whole, params, names)
     assert texts(divided, GREEDY, "0") != texts(divided, GREEDY)
+    divided.sleep(level=2)
+    divided.wake_up()
+    assert texts(divided, GREEDY, ["0", "2", None, "1"]) == texts(whole, GREEDY, ["0", "2", None, "1"])
 
 
 def test_sums_of_ranks(folder: Path) -> None:

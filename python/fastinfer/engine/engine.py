@@ -164,7 +164,8 @@ class Engine:
             options["with_adapters"] = with_adapters
             if group is not None:
                 assert isinstance(model, Stage)
-                self.worker: Worker = RankWorker(config, model, group=group, **options)
+                wait = None if ranks is None else ranks.wait_until_ready
+                self.worker: Worker = RankWorker(config, model, group=group, wait_until_loaded=wait, **options)
             else:
                 self.worker = Worker(config, model, drops_rows=not has_head, **options)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
@@ -539,12 +540,9 @@ class Engine:
         """Check that the engine can sleep at this level once it has no requests.
 
         Raises:
-            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, the model
-                is divided among ranks.
+            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``.
         """
         self._sleep_mode.check(level)
-        if level == 2 and self.config.num_ranks > 1:
-            raise RequestError("level must be 1 for a model that is divided among ranks, got 2")
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until :meth:`wake_up`; meanwhile all requests are refused.

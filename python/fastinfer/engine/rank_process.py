@@ -4,6 +4,7 @@ import os
 import pickle
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,17 +67,34 @@ class RankTask:
         max_model_len, layout = self.size.max_model_len, config.tensor_parallel_layout
         return load_shard(checkpoint, self.dtype, max_model_len, group, slots, layers, layout)
 
-    def load_worker(self, group: Group) -> RankWorker:
-        """Load a rank's part of the model, and allocate its part of the KV cache."""
-        model = self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group)
-        return RankWorker(
+    def load_worker(self, group: Group, report: Callable[[], None]) -> RankWorker:
+        """Load a rank's part of the model, and allocate its part of the KV cache.
+
+        Args:
+            group: the rank's view of the group.
+            report: function that reports the part, now and each time that it was loaded again.
+        """
+
+        def load() -> Stage:
+            return self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group)
+
+        def load_again() -> Stage:
+            model = load()
+            report()
+            return model
+
+        model = load()
+        worker = RankWorker(
             self.config,
             model,
             self.size,
             with_adapters=self.config.max_loras > 0,
             separates_roles=roles_differ("cpu", model.exact),
             group=group,
+            load=load_again,
         )
+        report()
+        return worker
 
 
 def start_ranks(task: RankTask) -> Ranks:
@@ -99,8 +117,7 @@ def main(parent: str, rank: str) -> None:
     threading.Thread(target=_wait_for_end_of_input, daemon=True).start()
     group = task.join_group(int(rank), fds)
     try:
-        worker = task.load_worker(group)
-        print("ready", file=report, flush=True)
+        worker = task.load_worker(group, lambda: print("ready", file=report, flush=True))
         with torch.inference_mode():
             while True:
                 worker.follow()

@@ -10,6 +10,7 @@ their order, each once the team before has done so.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.shared_block import SharedBlock
 from fastinfer.engine.worker import Worker, adapter_ids_of
+from fastinfer.models import Model
 from fastinfer.parallel.group import MAX_MESSAGES, Group
 from fastinfer.parallel.messages import Message
 from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots
@@ -47,6 +49,8 @@ class RankWorker(Worker):
         size: size of the KV caches of all ranks together.
         with_adapters, separates_roles: see :class:`Worker`.
         group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`.
+        wait_until_loaded: function that waits until all other ranks have loaded their parts again; only for rank 0.
+        load: function that loads the part again, and reports it to rank 0; only for other ranks.
 
     Attributes:
         num_slots: largest number of steps in flight, as many as stages.
@@ -61,6 +65,8 @@ class RankWorker(Worker):
         with_adapters: bool,
         separates_roles: bool,
         group: Group,
+        wait_until_loaded: Callable[[], None] | None = None,
+        load: Callable[[], Stage] | None = None,
     ) -> None:
         self.num_slots = num_teams = group.size // group.team.size
         super().__init__(
@@ -84,8 +90,10 @@ class RankWorker(Worker):
         self._done: deque[_Done] = deque()
         self._taken = 0  # slot of the step that was taken last
         self._block = SharedBlock(group, super().block_bytes) if config.has_offloading else None
-        if isinstance(model.adapters, ShardedAdapterSlots):
-            model.adapters.send = self._send
+        self._wait_until_loaded, self._load = wait_until_loaded, load
+        self._adapters = model.adapters
+        if isinstance(self._adapters, ShardedAdapterSlots):
+            self._adapters.send = self._send
 
     def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         self.complete_all()  # what an interrupted step has left
@@ -157,8 +165,14 @@ class RankWorker(Worker):
         self._carry_out_all()
 
     def release(self, *, with_model: bool) -> None:
-        assert not with_model, "other ranks cannot load their parts again"
-        self._send([Message.RELEASE])
+        self._send([Message.RELEASE, with_model])
+        self.complete_all()
+
+    def reload(self, model: Model) -> None:
+        super().reload(model)
+        assert self._wait_until_loaded is not None
+        self._send([Message.RELOAD])
+        self._wait_until_loaded()  # which has no deadline
         self.complete_all()
 
     def restore(self) -> None:
@@ -210,8 +224,13 @@ class RankWorker(Worker):
     def _carry_out(self, words: list[int]) -> Tensor | None:
         kind, *words = words
         if kind == Message.ADAPTER:  # for which all ranks come together
-            assert isinstance(self.model.adapters, ShardedAdapterSlots)
-            self.model.adapters.follow(words)
+            assert isinstance(self._adapters, ShardedAdapterSlots)
+            self._adapters.follow(words)
+            return None
+        if kind == Message.RELOAD:  # which no rank waits for another one to do
+            if self._load is not None:
+                model = self._load()
+                super().reload(model if self._adapters is None else model.with_adapters(self._adapters))
             return None
         for rank in self._before:
             self._ranks.wait_for(rank)
@@ -226,7 +245,7 @@ class RankWorker(Worker):
             super().write_block(*words, self._shared_block.own)
         elif kind == Message.RELEASE:
             self._hidden = [None] * self.num_slots
-            super().release(with_model=False)
+            super().release(with_model=bool(*words))
         elif kind == Message.RESTORE:
             super().restore()
         else:

@@ -34,7 +34,8 @@ class Ranks:
     Args:
         group: rank 0 of the group.
         module: module whose function ``main(pid, rank)`` is run, with a pickled task and the file descriptors of the
-            group at standard input. It reports ``ready`` or an error in one line of standard output.
+            group at standard input. It reports ``ready`` or an error in one line of standard output, after each time it
+            has loaded its part.
         task: what the ranks shall do, of any type that can be pickled.
         num_threads: number of threads of the kernels in each rank, this one included until :meth:`close`.
 
@@ -50,7 +51,7 @@ class Ranks:
         self._environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "TQDM_DISABLE": "1"}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._error = ""
-        self._num_ready = 0
+        self._num_ready = self._num_loads = 0
         self._changed = threading.Condition()
         self._abort_event = event = os.eventfd(0, os.EFD_CLOEXEC)
         weakref.finalize(group, os.close, event)
@@ -61,13 +62,14 @@ class Ranks:
         self._thread.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until all ranks have loaded their parts.
+        """Wait until all ranks have loaded their parts, once more than at the last call.
 
         Raises:
             RequestError: a rank could not load its part, or has ended.
         """
+        self._num_loads += 1
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._num_ready == self.group.size - 1)
+            self._changed.wait_for(lambda: self._error or self._num_ready == self._num_loads * (self.group.size - 1))
             if self._error:
                 raise RequestError(self._error)
 
