@@ -31,14 +31,22 @@ def texts(llm: LLM, params: SamplingParams, adapter: Any = None) -> list[Any]:
     return [(output.prompt_logprobs, part.token_ids, part.logprobs) for output in outputs for part in output.outputs]
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (2, 2)])
-def test_adapters(folder: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"tensor_parallel_size": 3},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"device": "cpu,cpu,cpu"},
+    ],
+    ids=str,
+)
+def test_adapters(folder: Path, tmp_path: Path, places: dict[str, Any]) -> None:
     config = open_checkpoint(folder).config
     for seed, modules in enumerate([MODULES, ("q_proj", "v_proj"), ("o_proj", "down_proj")]):
         write_adapter(tmp_path / str(seed), config, rank=3 + seed, modules=modules, seed=seed, size=2.0)
     options = LIMITS | {"max_loras": 2, "max_lora_rank": 8}
     whole = LLM(str(folder), **options)
-    divided = LLM(str(folder), tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **options)
+    divided = LLM(str(folder), **places, **options)
     for llm in (whole, divided):
         for name in "012":
             llm.load_adapter(name, tmp_path / name)

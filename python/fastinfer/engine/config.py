@@ -31,7 +31,7 @@ MAX_GIB = 2.0**30
 _APART = {"sparse_attention": (None,)}
 DIVIDED = {"device": ("cpu",), **_APART}
 STAGED = {**DIVIDED, "tensor_parallel_layout": ("gather",), "async_scheduling": (False, None)}
-PLACED = {"tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), **_APART, "max_loras": (0,)}
+PLACED = {"tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), **_APART}
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}

@@ -53,6 +53,7 @@ from fastinfer.models.decoder import Decoder
 from fastinfer.models.draft_head import DraftHead, FeatureWriter
 from fastinfer.models.image_encoder import ImageEncoder
 from fastinfer.models.lora import AdapterSlots, PreparedAdapter
+from fastinfer.models.placed_decoder import PlacedDecoder
 from fastinfer.outputs import PrefillOutput
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.stage import Stage
@@ -732,5 +733,7 @@ def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]
         return model, Adapters()
     slots = model.adapters  # of a part of a model
     if slots is None:
-        slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
+        places = model.places if isinstance(model, PlacedDecoder) else ()
+        sizes = config.max_loras, config.max_lora_rank, config.lora_dtype
+        slots = AdapterSlots(model.config, *sizes, config.device, places)
     return model.with_adapters(slots), Adapters(slots, config.max_cpu_loras or config.max_loras)
