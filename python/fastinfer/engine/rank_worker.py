@@ -158,9 +158,8 @@ class RankWorker(Worker):
         return self._shared_block.memory.clone()
 
     def write_block(self, block: int, data: Tensor) -> None:
-        self._shared_block.memory.copy_(
-            data
-        )  # which nobody reads: rank 0 was the last to carry out the last such message
+        # Nobody reads the memory now: all other ranks had carried out the last such message before rank 0 did.
+        self._shared_block.memory.copy_(data)
         self._send([Message.WRITE_BLOCK, block])
         self._carry_out_all()
 
@@ -242,7 +241,8 @@ class RankWorker(Worker):
         elif kind == Message.READ_BLOCK:
             self._shared_block.own.copy_(super().read_block(*words))
         elif kind == Message.WRITE_BLOCK:
-            super().write_block(*words, self._shared_block.own)
+            [block] = words
+            super().write_block(block, self._shared_block.own)
         elif kind == Message.RELEASE:
             self._hidden = [None] * self.num_slots
             super().release(with_model=bool(*words))

@@ -35,4 +35,5 @@ class SharedBlock:
     @property
     def own(self) -> Tensor:
         """The part of this rank, [own_bytes] uint8."""
-        return self.memory.split(self._sizes.tolist())[self._group.rank]
+        end = int(self._sizes[: self._group.rank + 1].sum())
+        return self.memory[end - int(self._sizes[self._group.rank]) : end]
