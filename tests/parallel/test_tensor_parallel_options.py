@@ -117,6 +117,15 @@ def test_layers_with_states_and_latents(family: str, tensor: int, pipeline: int,
     assert stats.num_failed_graphs == 0
 
 
+def test_sparse_attention(folder: Path) -> None:
+    """Of generated tokens beside prompts, which attend to everything."""
+    sparse = LIMITS | {"sparse_attention": 32}
+    one = LLM(str(folder), **sparse)
+    four = LLM(str(folder), tensor_parallel_size=2, pipeline_parallel_size=2, **sparse)
+    params = SamplingParams(max_tokens=40, temperature=0.0, logprobs=1, ignore_eos=True)
+    assert texts(four, params) == texts(one, params) != texts(LLM(str(folder), **LIMITS), params)
+
+
 @pytest.mark.parametrize(
     "places", [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"device": "cpu,cpu"}], ids=str
 )

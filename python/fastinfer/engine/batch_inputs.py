@@ -132,14 +132,14 @@ class BatchInputs:
         self._has_features = has_features
         self._sparse_pages = sparse_pages
         self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32)
-        self._dense_lens = np.zeros(max_seqs, np.int32)  # of prompts, beside tokens with sparse attention
         self.drops_rows = drops_rows
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
         last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
         feature_size = 2 * max_tokens if has_features else 0
+        dense_size = 0 if sparse_pages is None else max_seqs  # of prompts, beside tokens with sparse attention
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
-        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1]
+        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1] + dense_size
         self._table_start = 8 * longs + 4 * ints
         num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
         self._host = np.zeros(num_bytes, np.uint8) if allocate is None else allocate(num_bytes)
@@ -150,8 +150,8 @@ class BatchInputs:
             wide, ends
         )
         self._slot_mappings, self._feature_slots = slots, places.reshape(2, -1)
-        ends = np.cumsum([*state_sizes, last_sizes[1], max_tokens, max_logits, 4 * max_logits, max_seqs])
-        self._state_reads, self._state_writes, last_ints, *others = np.split(narrow, ends)
+        ends = np.cumsum([*state_sizes, last_sizes[1], dense_size, max_tokens, max_logits, 4 * max_logits, max_seqs])
+        self._state_reads, self._state_writes, last_ints, self._dense_lens, *others = np.split(narrow, ends)
         self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = others
         self._last_rows = LastRowsInputs(last_longs.reshape(2, -1), last_ints, self._view) if drops_rows else None
         self.sampling = SamplingInputs(longs_of_rows.reshape(2, -1), words_of_rows.reshape(4, -1), self._view)
@@ -365,7 +365,7 @@ class BatchInputs:
             return None
         dense_lens = None
         if num_rows < size.num_tokens:
-            dense_lens = torch.from_numpy(self._dense_lens[: size.num_seqs])
+            dense_lens = self._view(self._dense_lens, size.num_seqs)
         return SparseRows(num_rows, self._sparse_pages, self._row_start[: num_rows + 1], dense_lens)
 
     def digest(self, size: BatchSize) -> int:
@@ -378,6 +378,8 @@ class BatchInputs:
             used += [self._adapter_ids[: size.num_tokens].data, self._logits_adapter_ids[: size.num_logits].data]
         if self._has_states:
             used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
+        if self._sparse_pages is not None:
+            used.append(self._dense_lens[: size.num_seqs].data)
         for memory in used:
             digest = zlib.crc32(memory, digest)
         return digest

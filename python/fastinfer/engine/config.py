@@ -28,10 +28,9 @@ MIN_SPARSE_PAGES = 4
 MAX_GIB = 2.0**30
 # Values of options that a model does not support otherwise if it is not on one device of one process: with tensor and
 # pipeline parallelism, and with layers on several devices.
-_APART = {"sparse_attention": (None,)}
-DIVIDED = {"device": ("cpu",), **_APART}
+DIVIDED = {"device": ("cpu",)}
 STAGED = {**DIVIDED, "tensor_parallel_layout": ("gather",), "async_scheduling": (False, None)}
-PLACED = {"tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), **_APART}
+PLACED = {"tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "sparse_attention": (None,)}
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
