@@ -236,6 +236,8 @@ class LLM:
                     for source, load in zip(sources, loads, strict=True)
                 ]
 
+            if ranks is not None:
+                ranks.wait_until_ready()
             identity = fingerprint(checkpoints, precision, size.max_model_len)
             encoder = image_encoder_of(checkpoints[0], precision, device)
             # Shared weights stay in memory for the other replicas: sleep of level 2 would free nothing.
@@ -243,8 +245,6 @@ class LLM:
             self.engine = Engine(
                 loaded, self.tokenizer, config, draft, defaults, size, reload, identity, encoder, ranks
             )
-            if ranks is not None:
-                ranks.wait_until_ready()
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 

@@ -21,7 +21,7 @@ from fastinfer.evaluation.text_file import read_text
 from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
-from fastinfer.utils.checks import show_path
+from fastinfer.utils.checks import check_new_folder, show_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -104,6 +104,7 @@ def check_quantize(args: argparse.Namespace) -> None:
     for path in (args.calibration, args.evaluation):
         if path is not None:
             read_text(path)
+    check_new_folder("--out", Path(args.out))
     source = hub.resolve(args.model)
     if not source.is_dir():
         raise RequestError(f"model: expected a folder of safetensors files, got {source}")
@@ -113,8 +114,7 @@ def check_train_head(args: argparse.Namespace) -> None:
     """Check the arguments of ``train-head``."""
     if args.data != SELF:
         read_text(args.data)
-    if (out := Path(args.out)).exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"--out: expected a new or empty folder, got {out}")
+    check_new_folder("--out", Path(args.out))
     hub.resolve(args.model)
 
 
