@@ -56,7 +56,7 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | 
     if any(model.latent_attention is not None for model in models):
         check_latent_attention(config, models)
     if config.sparse_attention is not None:
-        check_sparse_attention(config, models[0])
+        check_sparse_attention(models[0])
     limit = models[0].max_position
     groups: Counter[int] = Counter()
     states = 0
@@ -117,19 +117,15 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
             )
 
 
-def check_sparse_attention(config: EngineConfig, model: ModelConfig) -> None:
-    """Check that a model and a device support sparse attention.
+def check_sparse_attention(model: ModelConfig) -> None:
+    """Check that a model can have sparse attention.
 
     Args:
-        config: configuration of the engine.
         model: configuration of the model.
 
     Raises:
-        RequestError: the device is a GPU, or no layer can have sparse attention.
+        RequestError: no layer can have sparse attention.
     """
-    budget = config.sparse_attention
-    if torch.device(config.device).type != "cpu":
-        raise RequestError(f"sparse_attention must be None on device {config.device!r}, got {budget}")
     sizes = {model.kv_shape(layer).head_dim for layer in range(model.num_layers) if has_bounds(model, layer)}
     if not sizes:
         raise RequestError(
