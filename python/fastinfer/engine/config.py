@@ -28,7 +28,7 @@ MIN_SPARSE_PAGES = 4
 MAX_GIB = 2.0**30
 # Values of options that a model does not support otherwise if it is not on one device of one process: with tensor and
 # pipeline parallelism, and with layers on several devices.
-_APART = {"kv_offloading_size": (None,), "kv_offloading_dir": (None,), "sparse_attention": (None,)}
+_APART = {"sparse_attention": (None,)}
 DIVIDED = {"device": ("cpu",), **_APART}
 STAGED = {**DIVIDED, "tensor_parallel_layout": ("gather",), "async_scheduling": (False, None)}
 PLACED = {"tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), **_APART, "max_loras": (0,)}
