@@ -329,7 +329,7 @@ def test_questions_without_an_answer(arguments: dict[str, Any], message: str) ->
 
 
 def test_operators_of_the_cpu_alone() -> None:
-    others = {"all_gather_rows", "local_ids", "select_pages", "store_page_bounds"}
+    others = {"all_gather_rows", "local_ids"}
     assert set(ON_CPU_ALONE) == others | {"int6_gemm", "grouped_int6_gemm", "int6_pack", "int6_dequantize"}
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")

@@ -246,7 +246,7 @@ def op_calls(cpu_alone: bool = True, seed: int = 0) -> Iterator[tuple[str, tuple
         "experts": expert_calls(cpu_alone),
         "sample": sample_calls(),
         "linear attention": linear_attention_calls(),
-        "sparse attention": sparse_attention_calls() if cpu_alone else iter(()),
+        "sparse attention": sparse_attention_calls(),
         "parallel": parallel_calls() if cpu_alone else iter(()),
     }
     for name, calls in groups.items():

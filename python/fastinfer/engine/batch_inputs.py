@@ -96,7 +96,7 @@ class BatchInputs:
         allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
     Attributes:
-        max_seqs, max_tokens: see above.
+        max_seqs, max_tokens, sparse_pages: see above.
         device: device that computes.
         sampling: sampling parameters of the rows of logits.
         drawn: [max_logits] int64 on the device; the tokens of the last draw, if the graph of its step has drawn them or
@@ -130,8 +130,8 @@ class BatchInputs:
         self._block_size = block_size
         self._has_states = has_states
         self._has_features = has_features
-        self._sparse_pages = sparse_pages
-        self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32)
+        self.sparse_pages = sparse_pages
+        self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self.drops_rows = drops_rows
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
@@ -222,7 +222,7 @@ class BatchInputs:
         if self._has_states:
             self._state_reads[: len(chunks)] = [chunk.state_read for chunk in chunks]
             self._state_writes[: len(token_ids)] = [slot for chunk in chunks for slot in chunk.state_writes]
-        if self._sparse_pages is not None:
+        if self.sparse_pages is not None:
             lens = [length if c.is_prompt else 0 for c, length in zip(chunks, seq_lens, strict=True)]
             write_list(self._dense_lens.data, lens)
         if self._has_features:
@@ -361,12 +361,10 @@ class BatchInputs:
     def _sparse_rows(self, size: BatchSize) -> SparseRows | None:
         """Return the generated tokens of a batch if they attend to a part of the cache, and there are any."""
         num_rows = min(size.first_prompt_row, size.num_tokens)
-        if self._sparse_pages is None or num_rows == 0:
+        if self.sparse_pages is None or num_rows == 0:
             return None
-        dense_lens = None
-        if num_rows < size.num_tokens:
-            dense_lens = self._view(self._dense_lens, size.num_seqs)
-        return SparseRows(num_rows, self._sparse_pages, self._row_start[: num_rows + 1], dense_lens)
+        dense_lens = self._view(self._dense_lens, size.num_seqs) if num_rows < size.num_tokens else None
+        return SparseRows(num_rows, self.sparse_pages, self._row_start[: num_rows + 1], dense_lens)
 
     def digest(self, size: BatchSize) -> int:
         """Return a checksum of the tokens of a batch and their places, by which processes can compare their inputs."""
@@ -378,7 +376,7 @@ class BatchInputs:
             used += [self._adapter_ids[: size.num_tokens].data, self._logits_adapter_ids[: size.num_logits].data]
         if self._has_states:
             used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
-        if self._sparse_pages is not None:
+        if self.sparse_pages is not None:
             used.append(self._dense_lens[: size.num_seqs].data)
         for memory in used:
             digest = zlib.crc32(memory, digest)

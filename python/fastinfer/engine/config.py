@@ -79,7 +79,7 @@ class EngineConfig:
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
         sparse_attention: number of tokens that a generated token attends to, in whole blocks and for each KV head: the
             first block, the last two, and those whose keys may have the largest products with the query. ``None`` for
-            all. Prompts, the first two layers, and layers with a window attend to all in any case. On a CPU alone; see
+            all. Prompts, the first two layers, and layers with a window attend to all in any case. See
             docs/sparse-attention.md.
         max_loras: number of LoRA adapters that can run at the same time; 0 for a model without adapters. More can be
             registered.

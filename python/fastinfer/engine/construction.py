@@ -118,18 +118,15 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
 
 
 def check_sparse_attention(config: EngineConfig, model: ModelConfig) -> None:
-    """Check that a model and a device support sparse attention.
+    """Check that a model can have sparse attention.
 
     Args:
         config: configuration of the engine.
         model: configuration of the model.
 
     Raises:
-        RequestError: the device is a GPU, no layer can have sparse attention, or ranks share a KV head.
+        RequestError: no layer can have sparse attention, or ranks share a KV head.
     """
-    budget = config.sparse_attention
-    if torch.device(config.device).type != "cpu":
-        raise RequestError(f"sparse_attention must be None on device {config.device!r}, got {budget}")
     shapes = [model.kv_shape(layer) for layer in range(model.num_layers) if has_bounds(model, layer)]
     sizes = {shape.head_dim for shape in shapes}
     if not shapes:
