@@ -81,8 +81,10 @@ ON_BOTH = {
     "mamba2_scan": NORM,
     "merge_attention_states": Support(head_dim=ANY),
     "all_gather": ELEMENTWISE,
+    "all_gather_rows": ELEMENTWISE,
     "all_reduce": ELEMENTWISE,
     "all_reduce_add_rms_norm": NORM,
+    "local_ids": Support((torch.int64,)),
     "head_rows": Support((torch.int64,)),
     "route_experts": ELEMENTWISE,
     "combine_experts": ELEMENTWISE,
@@ -103,8 +105,6 @@ ON_CPU = {
     "int6_dequantize": UNPACK6,
     "store_page_bounds": replace(STORE, dtype=(BF16,)),
     "select_pages": Support(head_dim=range(8, MOST, 8)),
-    "all_gather_rows": ELEMENTWISE,
-    "local_ids": Support((torch.int64,)),
 }
 
 
