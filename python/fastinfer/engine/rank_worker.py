@@ -23,6 +23,7 @@ from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.worker import Worker, adapter_ids_of
 from fastinfer.parallel.group import MAX_MESSAGES, Group
 from fastinfer.parallel.messages import Message
+from fastinfer.parallel.peer_group import PeerGroup
 from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots
 from fastinfer.parallel.stage import Stage
 
@@ -45,7 +46,8 @@ class RankWorker(Worker):
         model: the part.
         size: size of the KV caches of all ranks together.
         with_adapters, separates_roles: see :class:`Worker`.
-        group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`.
+        group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`. On GPUs all
+            ranks make their workers at the same time, as steps are recorded together.
 
     Attributes:
         num_slots: largest number of steps in flight, as many as stages.
@@ -62,6 +64,7 @@ class RankWorker(Worker):
         group: Group,
     ) -> None:
         self.num_slots = num_teams = group.size // group.team.size
+        self._peers = None if config.device == "cpu" else self._connect(group, config.device)
         super().__init__(
             config,
             model,
@@ -84,6 +87,10 @@ class RankWorker(Worker):
         self._taken = 0  # slot of the step that was taken last
         if isinstance(model.adapters, ShardedAdapterSlots):
             model.adapters.send = self._send
+        self._check_exchanges()  # those of the steps that were recorded
+        if self._peers is not None and self.num_failed_graphs:
+            # A rank that pads a step where another one does not would exchange something else.
+            raise RuntimeError("ranks on GPUs must record all steps as graphs: enforce_eager=True records none")
 
     def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         self.complete_all()  # what an interrupted step has left
@@ -190,6 +197,7 @@ class RankWorker(Worker):
             self._ranks.wait_for(rank)
         if kind == Message.STEP:
             self._compute(*words)
+            self._check_exchanges()
         elif kind == Message.COPY_BLOCKS:
             group, *blocks = words
             super().copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
@@ -202,6 +210,26 @@ class RankWorker(Worker):
             assert kind == Message.LOGITS
             return self._logits_of(*words)
         return None
+
+    @staticmethod
+    def _connect(group: Group, device: str) -> PeerGroup:
+        """Give this rank's part of the model the memory of all GPUs, which it exchanges activations by."""
+        with group.together():
+            peers = PeerGroup.connect(group, device)
+        group.team.memory.copy_(peers.memory)
+        group.on_abort.append(peers.abort)
+        return peers
+
+    def _check_exchanges(self) -> None:
+        """Wait for the GPU if there is one, and check that its exchanges with others have succeeded.
+
+        Raises:
+            RuntimeError: one has not; the message has the cause.
+        """
+        if self._peers is not None:
+            with self._ranks.together():
+                torch.cuda.current_stream().synchronize()
+                self._peers.check()
 
     def _compute(self, slot: int, *description: int) -> None:
         """Compute the step in a slot, and leave its hidden states to the next stage."""
@@ -218,8 +246,10 @@ class RankWorker(Worker):
         assert hidden is not None
         if self._ranks.rank >= self._ranks.team.size:
             return None
-        rows = torch.arange(first, first + count)
-        return self.model.logits(hidden, rows, adapter_ids_of(rows, adapter))
+        rows = torch.arange(first, first + count, device=self.device)
+        logits = self.model.logits(hidden, rows, adapter_ids_of(rows, adapter))
+        self._check_exchanges()
+        return logits
 
     def _share_hidden(self, model: Stage, inputs: BatchInputs) -> Tensor:
         """Allocate memory for the hidden states between two stages, and read them there unless the stage is the first.
