@@ -31,7 +31,14 @@ from fastinfer.engine.rank_process import RankTask, start_ranks
 from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
-from fastinfer.models import LoadWeights, Model, load_model, load_weights, open_checkpoint
+from fastinfer.models import (
+    LoadWeights,
+    Model,
+    load_model,
+    load_weights,
+    open_checkpoint,
+    open_mtp_checkpoint,
+)
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.fingerprint import fingerprint
@@ -74,8 +81,9 @@ class LLM:
             places layers on several devices (``"cuda:0=24,cuda:1=8"``), or a model's experts on another one
             (``"cuda+cpu"``): docs/placement.md.
         draft_model: name or path of a smaller model with the same vocabulary, or of a draft head, that drafts tokens
-            for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). Draft heads:
-            docs/draft-heads.md. Without either, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
+            for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). ``"mtp"``
+            drafts with the model's own layer for multi-token prediction. Draft heads: docs/draft-heads.md. Without any
+            of these, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
             for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.
@@ -195,9 +203,13 @@ class LLM:
         if kv_offloading_dir is not None:
             prepare_folder(Path(kv_offloading_dir))  # before the weights are loaded, which takes longer
         precision = Precision.of(dtype, device)
-        names = [model] if draft_model is None else [model, draft_model]
-        paths = [hub.resolve(name) for name in names]
-        checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
+        path = hub.resolve(model)
+        sources = [partial(open_checkpoint, path, precision.exact)]
+        if draft_model == hub.MTP:
+            sources.append(partial(open_mtp_checkpoint, path, precision.exact))
+        elif draft_model is not None:
+            sources.append(partial(open_checkpoint, hub.resolve(draft_model), precision.exact))
+        checkpoints = [source() for source in sources]
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size, tensor_parallel_layout)
         if tensor_parallel_size > 1 and device != "cpu":
@@ -214,7 +226,7 @@ class LLM:
         defaults = sampling_defaults(checkpoints[0])
         ranks = task = None
         if config.num_ranks > 1:
-            task = RankTask(paths[0], dtype, config, size, stages)
+            task = RankTask(path, dtype, config, size, stages)
             ranks = start_ranks(task)
         with (
             _closed_on_error(ranks),
@@ -234,22 +246,23 @@ class LLM:
 
             def load_models() -> list[Model]:
                 return [
-                    load(open_checkpoint(path, precision.exact), dtype, device, size.max_model_len)
-                    for path, load in zip(paths, loads, strict=True)
+                    load(source(), dtype, device, size.max_model_len)
+                    for source, load in zip(sources, loads, strict=True)
                 ]
 
+            if ranks is not None:
+                ranks.wait_until_ready()
             identity = fingerprint(checkpoints, precision, size.max_model_len)
             encoder = image_encoder_of(checkpoints[0], precision, device)
             # Shared weights stay in memory for the other replicas: sleep of level 2 would free nothing.
             reload = None if share is not None and share.weights else load_models
-            if ranks is not None:
-                ranks.wait_until_ready()  # which have loaded their parts
-                ranks.group.start_together()
+            if ranks is not None and device != "cpu":
+                ranks.group.start_together()  # to record their steps
             self.engine = Engine(
                 loaded, self.tokenizer, config, draft, defaults, size, reload, identity, encoder, ranks
             )
-            if ranks is not None:
-                ranks.wait_until_ready()  # which have workers
+            if ranks is not None and device != "cpu":
+                ranks.wait_until_ready()
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 

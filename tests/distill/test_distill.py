@@ -1,6 +1,7 @@
 """Distillation of a tiny model: records against the model alone, shards, stages, and the folder that a run leaves."""
 
 import random
+import re
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from support.tiny_folder import write_tiny_folder
 
 from fastinfer.cli.main import main
+from fastinfer.distill.report import Report
 from fastinfer.distill.run import distill
 from fastinfer.distill.settings import Settings
 from fastinfer.distill.shards import Shards
@@ -112,6 +114,16 @@ def ticks(minutes: float = 1.0) -> Any:
     return lambda: next(times)
 
 
+def check_gaps(report: Report) -> None:
+    """Each stage has a gap of its own, from its first point to the teacher."""
+    for num_layers in {point.num_layers for point in report.points}:
+        first, *_, last = (point for point in report.points if point.num_layers == num_layers)
+        closed = first.judgement.loss - last.judgement.loss
+        assert report.gap_closed(first) == 0
+        assert report.gap_closed(last) == pytest.approx(closed / (first.judgement.loss - report.teacher_loss))
+        assert re.search(rf"student, before +{num_layers} ", str(report))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -124,6 +136,7 @@ def test_a_run(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     settings = Settings(teacher, data, minutes=1.0, context=LENGTH, learning_rate=3e-3, **options)
     report = distill(settings, tmp_path, clock=ticks())
     assert report.points[-1].judgement.loss < report.points[0].judgement.loss
+    check_gaps(report)
     model, _ = load_model(tmp_path / "model", "float32")
     assert model.config.num_layers == 2
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -131,6 +144,18 @@ def test_a_run(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     (ours,) = log_probabilities(model, [ids], torch.float32)
     with torch.inference_mode():
         torch.testing.assert_close(ours, theirs(torch.tensor([ids])).logits[0].log_softmax(-1), rtol=0, atol=1e-3)
+
+
+def test_a_run_without_time_for_a_step_leaves_no_model(folder: Path, tmp_path: Path) -> None:
+    """The second stage begins when the time is over: its layers are dropped, but nothing is left to train them."""
+    settings = Settings(str(folder / "teacher"), str(folder / "text.txt"), 1.0, stages=(3, 2), context=LENGTH)
+    with pytest.raises(
+        RequestError, match="minutes: expected more time for the stage of 2 layers, got 1: none was left"
+    ):
+        distill(settings, tmp_path, clock=ticks(15))
+    with pytest.raises(RequestError, match="for the stage of 3 layers"):
+        distill(settings, tmp_path, clock=ticks(120))
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_student_of_another_width(folder: Path, tmp_path: Path) -> None:

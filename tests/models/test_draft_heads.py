@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.drafts import GREEDY, OPTIONS, recorded_drafts, texts
 from support.eagle_heads import drafted_logits, random_head, write_specforge, write_speculators
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
@@ -15,17 +16,11 @@ from support.toy import always_speculate
 from torch import Tensor
 
 from fastinfer import LLM, SamplingParams
-from fastinfer.engine.batch_inputs import StepResult
-from fastinfer.engine.chunk import Chunk
-from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError, UnsupportedModelError
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.structured_output import StructuredOutputsParams
 
 NUM_LAYERS = 7
-PROMPTS: Any = [{"prompt_token_ids": [5, 9, 200, 31, 7] * count} for count in (1, 9, 4)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "block_size": 8, "max_num_batched_tokens": 16}
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +32,6 @@ def with_head(model: Path, head: Path, **options: Any) -> LLM:
     llm = LLM(str(model), draft_model=str(head), num_speculative_tokens=3, **OPTIONS | options)
     always_speculate(llm.engine)
     return llm
-
-
-def recorded_drafts(llm: LLM) -> list[tuple[list[int], int, Tensor]]:
-    """What the head drafts from now on: the text, how many of its last tokens are drafts, and the logits."""
-    worker, drafts = llm.engine.draft_worker, []
-    assert worker is not None
-    run = worker.run
-
-    def record(chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
-        result = run(chunks, rows, drawn)
-        for row, logits in zip(rows, result.logits, strict=True):
-            drafts.append(([*row.sequence.token_ids, *row.drafts], len(row.drafts), logits.clone()))
-        return result
-
-    worker.run = record  # type: ignore[method-assign]
-    return drafts
 
 
 @pytest.mark.parametrize(
@@ -88,11 +67,6 @@ def test_drafts_are_those_of_the_reference(
     drafts = recorded_drafts(llm)
     assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
     check(drafts[::5], model, head, expected_aux, **settings)
-
-
-def texts(llm: LLM, params: SamplingParams, **options: Any) -> list[list[list[int]]]:
-    outputs = llm.generate(PROMPTS, params, **options)
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 def check(

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.divided_models import FORMS, model_in
 from support.families import save_model
 from support.random_checkpoint import RandomCheckpoint, int4
 from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.errors import RequestError
-from fastinfer.formats.unpacked import Dense
 from fastinfer.models import layer_places, load_weights, moe, open_checkpoint, placed_decoder
 from fastinfer.models.batch import Batch, FeatureSlots, LastRows
 from fastinfer.models.checkpoint import Checkpoint
@@ -48,7 +48,6 @@ SMOLLM2 = ModelConfig(
 NARROW = replace(SMOLLM2, hidden_size=192, intermediate_size=256)
 EXPERTS = replace(NARROW, num_experts=4, experts_per_token=2, dense_layers=frozenset({0}), dense_intermediate_size=256)
 CONFIGS = {"smollm2": SMOLLM2, "multi-query": replace(NARROW, num_kv_heads=1), "experts": EXPERTS}
-FORMS = {"dense": lambda _, values: Dense(values.bfloat16()), "int4": lambda _, values: int4(values)}
 TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 9, [300], [271, 82, 81]]
 PLACES = ["cpu,cpu", "cpu=1,cpu=3,cpu=1", "cpu+cpu", "cpu+cpu=3,cpu=2"]
 
@@ -90,22 +89,21 @@ def check_places(checkpoint: Checkpoint, text: str, dtype: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("text", PLACES)
 @pytest.mark.parametrize(
-    ("config", "form", "dtype"),
-    [
-        ("smollm2", "int4", "auto"),
-        ("smollm2", "dense", "bfloat16"),
-        ("multi-query", "int4", "float32"),
-        ("experts", "int4", "auto"),
-        ("experts", "dense", "bfloat16"),
-    ],
+    ("config", "dtype"),
+    [("smollm2", "auto"), ("smollm2", "bfloat16"), ("multi-query", "float32"), ("experts", "auto")],
 )
-def test_random_models(text: str, config: str, form: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_models(text: str, config: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = CONFIGS[config]
     if "+" in text and not sizes.num_experts:
         with pytest.raises(RequestError, match=r"device: cpu\+cpu needs a model with experts, got one without"):
             place_layers(sizes, text)
         return
-    check_places(RandomCheckpoint(sizes, FORMS[form]), text, dtype, monkeypatch)
+    check_places(RandomCheckpoint(sizes, lambda _, values: int4(values)), text, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_weights(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_places(model_in(form), "cpu,cpu+cpu,cpu", "auto", monkeypatch)
 
 
 @pytest.mark.parametrize(

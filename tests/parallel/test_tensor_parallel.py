@@ -41,7 +41,7 @@ def test_sleep(folder: Path, whole: LLM, kind: str) -> None:
     ("options", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer in 1..64, got 0"),
-        ({"kv_offloading_size": 0.1}, "kv_offloading_size must be None with tensor_parallel_size=2, got 0.1"),
+        ({"sparse_attention": 512}, "sparse_attention must be None with tensor_parallel_size=2, got 512"),
         ({"tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for this model"),
     ],
 )

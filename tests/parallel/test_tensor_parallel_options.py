@@ -106,6 +106,31 @@ def test_layers_with_states_and_latents(family: str, tensor: int, pipeline: int,
     assert stats.num_failed_graphs == 0
 
 
+@pytest.mark.parametrize(
+    "places", [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"device": "cpu,cpu"}], ids=str
+)
+def test_blocks_beyond_the_cache(folder: Path, tmp_path: Path, places: dict[str, Any]) -> None:
+    """Of a cache with room for two prompts, in host memory with room for two more, and in a folder."""
+    draft = write_tiny_folder(tmp_path / "draft", sizes={"num_hidden_layers": 1})  # all of which is in the first place
+    limits = LIMITS | {"max_model_len": 80, "num_speculative_tokens": 2, "draft_model": str(draft)}
+    stores = {"kv_offloading_size": 1e-4, "kv_offloading_dir": str(tmp_path / "blocks"), "kv_offloading_dir_size": 0.1}
+    prompts: Any = [{"prompt_token_ids": [start, *range(3, 63)]} for start in range(70, 76)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    whole = LLM(str(folder), **(limits | {"kv_cache_memory": 2**20}))
+    parts = LLM(str(folder), **(limits | {"kv_cache_memory": 120_000}), **stores, **places)
+    assert parts.engine.offloading is not None
+    assert parts.engine.offloading.disk is not None
+    for texts_again in (prompts, prompts[::-1]):
+        for prompt in texts_again:
+            ours, theirs = (llm.generate(prompt, params)[0].outputs[0].token_ids for llm in (parts, whole))
+            assert ours == theirs
+        parts.engine.offloading.disk.flush()
+    stats = parts.engine.stats()
+    assert stats.num_loaded_host_blocks > 0
+    assert stats.num_loaded_disk_blocks > 0
+    assert stats.num_damaged_kv_files == 0
+
+
 def test_steps_that_run_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = LLM(str(folder), **LIMITS)
     monkeypatch.setattr(llm_module, "EngineConfig", partial(EngineConfig, async_scheduling=True))

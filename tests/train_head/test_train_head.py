@@ -117,7 +117,7 @@ def test_a_head_is_trained_and_drafts(
     expected = LLM(str(model), max_model_len=96).generate(["message 3", "and"], params)
     assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
     assert llm.engine.stats().num_drafted_tokens > 20
-    with pytest.raises(FastinferError, match="expected a new or empty folder"):
+    with pytest.raises(FastinferError, match="out: expected a new or empty folder"):
         train_head(str(model), str(data), 1.0, out, lambda text, share: None)
 
 

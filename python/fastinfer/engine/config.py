@@ -28,8 +28,13 @@ MIN_SPARSE_PAGES = 4
 MAX_GIB = 2.0**30
 # Values of options that a model does not support otherwise if it is not on one device of one process: with tensor
 # parallelism, and that on GPUs, with pipeline parallelism, and with layers on several devices.
-DIVIDED = {"kv_offloading_size": (None,), "kv_offloading_dir": (None,), "sparse_attention": (None,)}
-ON_GPUS = {"tensor_parallel_layout": ("reduce",), "async_scheduling": (None, False)}
+DIVIDED = {"sparse_attention": (None,)}
+ON_GPUS = {
+    "tensor_parallel_layout": ("reduce",),
+    "async_scheduling": (None, False),
+    "kv_offloading_size": (None,),
+    "kv_offloading_dir": (None,),
+}
 STAGED = {"device": ("cpu",), **DIVIDED, "tensor_parallel_layout": ("gather",), "async_scheduling": (False, None)}
 PLACED = {"tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), **DIVIDED, "max_loras": (0,)}
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
@@ -102,8 +107,8 @@ class EngineConfig:
             grammars, penalties, logits processors, log-probabilities, beams, and with speculation.
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
         tensor_parallel_size: number of processes that compute the model together, each with a part of every weight.
-            Without stores of blocks beyond the KV cache. On GPUs, process i is on the GPU whose number is i more than
-            that of ``device``, the layout is ``"reduce"``, and no step is launched ahead.
+            On GPUs, process i is on the GPU whose number is i more than that of ``device``, the layout is ``"reduce"``,
+            no step is launched ahead, and there are no stores of blocks beyond the KV cache.
         tensor_parallel_layout: ``"gather"`` for results that are bitwise those of one process. With ``"reduce"`` the
             processes exchange half as often and add parts of sums, so that results differ by rounding, but are the same
             in every run and in every batch; without LoRA adapters.

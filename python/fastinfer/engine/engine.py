@@ -169,9 +169,8 @@ class Engine:
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
         self.speculator = make_speculator(config, self.draft_worker, draft_sampler)
-        kv_caches = [worker.kv_cache for worker in self._workers]
         self.fingerprint = fingerprint_of_blocks(config, models, fingerprint)
-        self.offloading = make_offloading(config, kv_caches, self.fingerprint)
+        self.offloading = make_offloading(config, self._workers, self.fingerprint)
         self.block_manager = make_block_manager(
             config, size, self.offloading, separates_roles=has_roles and config.deterministic
         )

@@ -106,8 +106,9 @@ def main(parent: str, rank: str) -> None:
     try:
         device = task.config.device_of(group.rank)
         model = task.load_model(open_checkpoint(task.path, Precision.of(task.dtype, device).exact), group)
-        print("ready", file=report, flush=True)
-        group.start_together()
+        if device != "cpu":
+            print("ready", file=report, flush=True)
+            group.start_together()  # to record steps
         with torch.inference_mode(), model_context(device, task.config.deterministic):
             worker = task.make_worker(model, group)
             print("ready", file=report, flush=True)

@@ -20,6 +20,7 @@ from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.shared_block import SharedBlock
 from fastinfer.engine.worker import Worker, adapter_ids_of
 from fastinfer.parallel.group import MAX_MESSAGES, Group
 from fastinfer.parallel.messages import Message
@@ -85,6 +86,7 @@ class RankWorker(Worker):
         self._sent: deque[list[int]] = deque()
         self._done: deque[_Done] = deque()
         self._taken = 0  # slot of the step that was taken last
+        self._block = SharedBlock(group, super().block_bytes) if config.has_offloading else None
         if isinstance(model.adapters, ShardedAdapterSlots):
             model.adapters.send = self._send
         self._check_exchanges()  # those of the steps that were recorded
@@ -127,8 +129,7 @@ class RankWorker(Worker):
 
     def complete_all(self) -> None:
         """Carry out all messages, and drop the results of steps in flight, which are of no use any more."""
-        while self._sent:
-            self._carry_out_next()
+        self._carry_out_all()
         self._done.clear()
 
     def follow(self) -> None:
@@ -145,6 +146,21 @@ class RankWorker(Worker):
         for begin in range(0, len(pairs), PAIRS_PER_MESSAGE):
             blocks = [block for pair in pairs[begin : begin + PAIRS_PER_MESSAGE] for block in pair]
             self._send([Message.COPY_BLOCKS, group, *blocks])
+
+    @property
+    def block_bytes(self) -> int:
+        return self._shared_block.num_bytes
+
+    def read_block(self, block: int) -> Tensor:
+        self._send([Message.READ_BLOCK, block])
+        self._carry_out_all()
+        return self._shared_block.memory.clone()
+
+    def write_block(self, block: int, data: Tensor) -> None:
+        # Nobody reads the memory now: all other ranks had carried out the last such message before rank 0 did.
+        self._shared_block.memory.copy_(data)
+        self._send([Message.WRITE_BLOCK, block])
+        self._carry_out_all()
 
     def release(self, *, with_model: bool) -> None:
         assert not with_model, "other ranks cannot load their parts again"
@@ -163,11 +179,14 @@ class RankWorker(Worker):
         # have begun later steps, which come first.
         first = (hidden.data_ptr() - whole.data_ptr()) // (hidden.shape[1] * hidden.itemsize)
         self._send([Message.LOGITS, self._taken, first + int(rows[0]), len(rows), adapter])
-        logits = None
-        while self._sent:
-            logits = self._carry_out_next()
+        logits = self._carry_out_all()
         assert logits is not None
         return logits
+
+    @property
+    def _shared_block(self) -> SharedBlock:
+        assert self._block is not None, "there are no stores of blocks"
+        return self._block
 
     def _send(self, words: list[int]) -> None:
         """Send a message, once so many earlier ones are carried out that no other rank waits for this one to do so."""
@@ -176,6 +195,13 @@ class RankWorker(Worker):
         with self._ranks.together():
             self._ranks.send(words)
             self._sent.append(words)
+
+    def _carry_out_all(self) -> Tensor | None:
+        """Carry out all messages that this rank has sent, and return what the last one asks for."""
+        result = None
+        while self._sent:
+            result = self._carry_out_next()
+        return result
 
     def _carry_out_next(self) -> Tensor | None:
         """Carry out the oldest message that this rank has sent, once its whole team does; return logits if it asks."""
@@ -201,6 +227,11 @@ class RankWorker(Worker):
         elif kind == Message.COPY_BLOCKS:
             group, *blocks = words
             super().copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
+        elif kind == Message.READ_BLOCK:
+            self._shared_block.own.copy_(super().read_block(*words))
+        elif kind == Message.WRITE_BLOCK:
+            [block] = words
+            super().write_block(block, self._shared_block.own)
         elif kind == Message.RELEASE:
             self._hidden = [None] * self.num_slots
             super().release(with_model=False)

@@ -115,7 +115,7 @@ class Decoder:
         adapters: slots of LoRA adapters, which a batch's ``adapter_ids`` refer to, or ``None``.
         draft_tokens: [draft_vocab] int64, the token of each column of the logits; ``None`` if column i is token i. Only
             draft models have one.
-        per_layer_inputs: makes the inputs of all layers, or ``None`` for models without.
+        per_layer_inputs: makes the inputs of these layers, or ``None`` for models without.
     """
 
     config: ModelConfig
@@ -146,7 +146,7 @@ class Decoder:
 
     def _forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = self.embed(batch)
-        inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
+        inputs = self._inputs(x, batch)
         if batch.last is None:
             return self._compute(range(len(self.layers)), x, inputs, batch, kv_cache)
         num_storing = self.num_storing_layers
@@ -159,6 +159,10 @@ class Decoder:
         with ops.prompt_rows(NO_ROW if self.exact else batch.last.first_prompt_row):
             return self._compute(range(num_storing, len(self.layers)), x, inputs, batch.of_last_rows(), kv_cache)
 
+    def _inputs(self, x: Tensor, batch: Batch) -> Tensor | None:
+        """Compute the inputs that layers have of their own, given the embedding; ``None`` for a model without."""
+        return None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
+
     @property
     def num_storing_layers(self) -> int:
         """Number of layers before those that store nothing, see :attr:`ModelConfig.num_storing_layers`."""
@@ -170,7 +174,7 @@ class Decoder:
         Args:
             indices: the layers.
             x: [tokens, hidden], input of the first one.
-            inputs: [tokens, layers, size], inputs that each layer has of its own, of all layers; ``None`` for none.
+            inputs: [tokens, layers, size], inputs that layers have of their own, of all layers; ``None`` for none.
             batch, kv_cache: see :meth:`forward`.
 
         Returns:

@@ -90,13 +90,11 @@ class HFCheckpoint:
         return self.part_bytes(device).total()
 
     def part_bytes(self, device: str) -> Counter[ModelPart]:
-        # A folder may have more than is loaded: layers for images, or layers that predict tokens after the next one.
-        loaded = (self._prefix, f"{self._head_prefix}lm_head.")
         prefix = self._with_prefix(f"{self._family.top['layers']}.")
         router, experts = (f"{self._family.layer.get(part)}." for part in ("router", "experts"))
         layers, packed = decoder_layers(self.config), PackedSizes(self._quantization, self._exact)
         sizes: Counter[ModelPart] = Counter()
-        for name in filter(lambda name: name.startswith(loaded), self.tensors.names):
+        for name in self._loaded_names():
             index, _, rest = name.removeprefix(prefix).partition(".")
             layer = int(index) if index.isdecimal() else None
             if layer is None or layer in layers:
@@ -196,6 +194,12 @@ class HFCheckpoint:
     def release(self) -> None:
         self._packed_experts = {}
         self.tensors.release()
+
+    def _loaded_names(self) -> Iterator[str]:
+        """Return the names of the tensors that are loaded, or belong to layers of which some are."""
+        # A folder may have more: layers for images, or layers that predict tokens after the next one.
+        loaded = (self._prefix, f"{self._head_prefix}lm_head.")
+        return (name for name in self.tensors.names if name.startswith(loaded))
 
     def _read_config(self) -> tuple[ModelConfig, Family]:
         """Return the configuration, and the names of the tensors."""
@@ -398,7 +402,8 @@ class HFCheckpoint:
     def _has_stacked_experts(self) -> bool:
         """Return whether projections of all experts are stored as one tensor."""
         stacked = tuple(f".{self._family.layer.get('experts')}.{name}" for name in self._family.stacked.values())
-        return any(part in name for name in self.tensors.names for part in stacked)
+        layers = self._with_prefix(f"{self._family.top['layers']}.")
+        return any(part in name for name in self.tensors.names if name.startswith(layers) for part in stacked)
 
     def _check_output_layer(self) -> None:
         """Refuse a checkpoint without the output layer that it says to have."""

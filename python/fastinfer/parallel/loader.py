@@ -112,9 +112,9 @@ class ShardedReader(LayerReader):
         assert in_widths is not None
         return ShardedExperts(local, self._group, in_widths, self._widths(self.config.hidden_size))
 
-    def vocabulary(self, name: str, rows: int, width: int | None = None) -> Weight:
+    def vocabulary(self, name: str, rows: int, width: int | None = None, columns: Tensor | None = None) -> Weight:
         widths = self._widths(rows)
-        parts = self.checkpoint.parts(name, rows, width or self.config.hidden_size)
+        parts = self.vocabulary_parts(name, rows, width, columns)
         local = self.make(parts, self.precision.logits_activation_bits, rows=widths[self._group.rank])
         return ShardedRows(local, self._group, widths)
 

@@ -11,6 +11,7 @@ class Message(IntEnum):
         COPY_BLOCKS: copy blocks: the group of layers, and for each copy the source and the target.
         LOGITS: compute logits of the last step in a slot: the slot, the first row, the number of rows, the adapter.
         ADAPTER: change a slot for adapters, see :class:`fastinfer.parallel.sharded_adapters.ShardedAdapterSlots`.
+        READ_BLOCK, WRITE_BLOCK: copy a block to the memory that the ranks share, or from there: the block.
         RELEASE, RESTORE: free the KV cache and the recorded graphs; allocate the KV cache again.
     """
 
@@ -18,5 +19,7 @@ class Message(IntEnum):
     COPY_BLOCKS = 1
     LOGITS = 2
     ADAPTER = 3
-    RELEASE = 4
-    RESTORE = 5
+    READ_BLOCK = 4
+    WRITE_BLOCK = 5
+    RELEASE = 6
+    RESTORE = 7

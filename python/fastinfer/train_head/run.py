@@ -20,7 +20,8 @@ from fastinfer.train_head.initial import head_sizes, initial_weights
 from fastinfer.train_head.prompts import read_prompts
 from fastinfer.train_head.recorder import LENGTH, Answer, Recorder
 from fastinfer.train_head.trainer import NO_TOKEN, Trainer
-from fastinfer.train_head.writer import HeadDescription, check_out, write_head
+from fastinfer.train_head.writer import HeadDescription, write_head
+from fastinfer.utils.checks import check_new_folder
 
 DRAFT_VOCAB_SIZE = 8192
 # Share of the time in which the model answers prompts.
@@ -61,7 +62,7 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
     Raises:
         FastinferError: the model cannot be loaded or has other layers than a Llama, or a file cannot be read.
     """
-    check_out(out)
+    check_new_folder("out", out)
     path = hub.resolve(model_name)
     checkpoint = open_checkpoint(path)
     aux_layers = usual_aux_layers(checkpoint.config.num_layers)
