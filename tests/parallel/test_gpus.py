@@ -3,14 +3,17 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.mixed_decoder import CONFIG
 from support.paths import ROOT
 
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.placement import room_on_ranks
 from fastinfer.errors import RequestError
 from fastinfer.parallel.support import check_gpus
 
@@ -53,6 +56,17 @@ def test_ranks_have_consecutive_gpus_and_launch_no_step_ahead() -> None:
     assert not config.runs_ahead
     assert EngineConfig(device="cuda:1").runs_ahead
     assert EngineConfig(tensor_parallel_size=2).device_of(1) == "cpu"
+
+
+@pytest.mark.parametrize(("size", "share"), [(2, 1 / 2), (3, 2 / 4), (4, 1 / 4)])
+def test_room_for_the_caches_of_ranks(size: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 KV heads, one of three ranks has two."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900, 1000))
+    options: dict[str, Any] = {"tensor_parallel_size": size, "tensor_parallel_layout": "reduce"}
+    config = EngineConfig(device="cuda:0", gpu_memory_utilization=0.5, **options)
+    model = replace(CONFIG, num_heads=8, num_kv_heads=4, kv_shapes=())
+    room = room_on_ranks(config, model, weight_bytes=120 * size)
+    assert (room.free, room.default) == (780 / share, 280 / share)
 
 
 def test_refused_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
