@@ -1,7 +1,7 @@
 """The input tensors of a step."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from fastinfer.models.image_tokens import ImageTokens
 from fastinfer.models.sparse_attention import SparseRows
 from fastinfer.ops.prompt import NO_ROW
 
+# Number of ranges of the block tables that a message to other ranks names; of more they copy everything.
+MAX_CHANGES = 1024
 # Number of wanted rows of a batch whose rows all go through all layers.
 ALL_ROWS = -1
 
@@ -303,6 +305,21 @@ class BatchInputs:
             index, blocks = packed.to(self._memory.device, non_blocking=True)
             self._memory[self._table_start :].view(torch.int32)[index] = blocks.int()
         self._keep_drawn()
+
+    def take_changes(self) -> list[int]:
+        """Return what the next upload would copy of the block tables, which :meth:`add_changes` gives back.
+
+        Returns:
+            The first and the last entry, plus one, of each range over all tables; empty on a CPU.
+        """
+        changed, self._changed = self._changed, []
+        if len(changed) > MAX_CHANGES:
+            changed = [range(self._block_tables.size)]
+        return [bound for part in changed for bound in (part.start, part.stop)]
+
+    def add_changes(self, bounds: Sequence[int]) -> None:
+        """Let the next upload copy entries of the block tables, which another rank may have written."""
+        self._changed += map(range, bounds[::2], bounds[1::2])
 
     def insert_drawn(self, num_tokens: int) -> None:
         """Replace the tokens that the host does not know, which are negative, by those that the last draw has drawn.

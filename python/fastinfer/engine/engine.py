@@ -4,9 +4,9 @@ import logging
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fastinfer import ops
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.beam_request import BeamRequest
 from fastinfer.engine.config import EngineConfig
@@ -31,6 +30,7 @@ from fastinfer.engine.construction import (
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import Grammar, GrammarCompiler
 from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.model_context import model_context
 from fastinfer.engine.pinned_prompts import PinnedPrompt, PinnedPrompts
 from fastinfer.engine.pipelined_step import PipelinedStep
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
@@ -59,7 +59,6 @@ from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.stage import Stage
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
-from fastinfer.utils.device import use_device
 from fastinfer.utils.forks import renew_in_children
 
 LOG = logging.getLogger("fastinfer")
@@ -541,9 +540,12 @@ class Engine:
         """Check that the engine can sleep at this level once it has no requests.
 
         Raises:
-            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``.
+            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, the model is
+                divided among GPUs.
         """
         self._sleep_mode.check(level)
+        if self.config.num_ranks > 1 and self.config.device != "cpu":
+            raise RequestError("a model that is divided among GPUs cannot sleep")
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until :meth:`wake_up`; meanwhile all requests are refused.
@@ -710,21 +712,7 @@ class Engine:
             LOG.exception("on_step failed")
 
     def _context(self) -> AbstractContextManager[None]:
-        """Return the context in which the model must run, whichever thread calls."""
-        # To enter a context right after a step, when the CPU's caches are cold, is 5 % of Python's share of the step.
-        device, deterministic = self.config.device, self.config.deterministic
-        return _context(device, deterministic) if deterministic or device != "cpu" else nullcontext()
-
-
-@contextmanager
-def _context(device: str, deterministic: bool) -> Iterator[None]:
-    """Enter the context in which a model must run.
-
-    Its weights are constant: models are loaded and woken up by copies, adapters are written to their slots by copies,
-    and no step begins with a product.
-    """
-    with use_device(device), ops.constant_weights(), ops.batch_invariant() if deterministic else nullcontext():
-        yield
+        return model_context(self.config.device, self.config.deterministic)
 
 
 def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]:

@@ -26,6 +26,7 @@ from fastinfer.engine.worker import Worker, adapter_ids_of
 from fastinfer.models import Model
 from fastinfer.parallel.group import MAX_MESSAGES, Group
 from fastinfer.parallel.messages import Message
+from fastinfer.parallel.peer_group import PeerGroup
 from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots
 from fastinfer.parallel.stage import Stage
 
@@ -48,7 +49,8 @@ class RankWorker(Worker):
         model: the part.
         size: size of the KV caches of all ranks together.
         with_adapters, separates_roles: see :class:`Worker`.
-        group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`.
+        group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`. On GPUs all
+            ranks make their workers at the same time, as steps are recorded together.
         wait_until_loaded: function that waits until all other ranks have loaded their parts again; only for rank 0.
         load: function that loads the part again, and reports it to rank 0; only for other ranks.
 
@@ -69,6 +71,7 @@ class RankWorker(Worker):
         load: Callable[[], Stage] | None = None,
     ) -> None:
         self.num_slots = num_teams = group.size // group.team.size
+        self._peers = None if config.device == "cpu" else self._connect(group, config.device)
         super().__init__(
             config,
             model,
@@ -94,6 +97,10 @@ class RankWorker(Worker):
         self._adapters = model.adapters
         if isinstance(self._adapters, ShardedAdapterSlots):
             self._adapters.send = self._send
+        self._check_exchanges()  # those of the steps that were recorded
+        if self._peers is not None and self.num_failed_graphs:
+            # A rank that pads a step where another one does not would exchange something else.
+            raise RuntimeError("ranks on GPUs must record all steps as graphs: enforce_eager=True records none")
 
     def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         self.complete_all()  # what an interrupted step has left
@@ -235,6 +242,7 @@ class RankWorker(Worker):
             self._ranks.wait_for(rank)
         if kind == Message.STEP:
             self._compute(*words)
+            self._check_exchanges()
         elif kind == Message.COPY_BLOCKS:
             group, *blocks = words
             super().copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
@@ -253,6 +261,26 @@ class RankWorker(Worker):
             return self._logits_of(*words)
         return None
 
+    @staticmethod
+    def _connect(group: Group, device: str) -> PeerGroup:
+        """Give this rank's part of the model the memory of all GPUs, which it exchanges activations by."""
+        with group.together():
+            peers = PeerGroup.connect(group, device)
+        group.team.memory.copy_(peers.memory)
+        group.on_abort.append(peers.abort)
+        return peers
+
+    def _check_exchanges(self) -> None:
+        """Wait for the GPU if there is one, and check that its exchanges with others have succeeded.
+
+        Raises:
+            RuntimeError: one has not; the message has the cause.
+        """
+        if self._peers is not None:
+            with self._ranks.together():
+                torch.cuda.current_stream().synchronize()
+                self._peers.check()
+
     def _compute(self, slot: int, *description: int) -> None:
         """Compute the step in a slot, and leave its hidden states to the next stage."""
         result = self._runners[slot].follow(description)
@@ -268,8 +296,10 @@ class RankWorker(Worker):
         assert hidden is not None
         if self._ranks.rank >= self._ranks.team.size:
             return None
-        rows = torch.arange(first, first + count)
-        return self.model.logits(hidden, rows, adapter_ids_of(rows, adapter))
+        rows = torch.arange(first, first + count, device=self.device)
+        logits = self.model.logits(hidden, rows, adapter_ids_of(rows, adapter))
+        self._check_exchanges()
+        return logits
 
     def _share_hidden(self, model: Stage, inputs: BatchInputs) -> Tensor:
         """Allocate memory for the hidden states between two stages, and read them there unless the stage is the first.

@@ -81,8 +81,10 @@ ON_BOTH = {
     "mamba2_scan": NORM,
     "merge_attention_states": Support(head_dim=ANY),
     "all_gather": ELEMENTWISE,
+    "all_gather_rows": ELEMENTWISE,
     "all_reduce": ELEMENTWISE,
     "all_reduce_add_rms_norm": NORM,
+    "local_ids": Support((torch.int64,)),
     "head_rows": Support((torch.int64,)),
     "route_experts": ELEMENTWISE,
     "combine_experts": ELEMENTWISE,
@@ -101,8 +103,6 @@ ON_CPU = {
     "grouped_int6_gemm": INT6_WEIGHT,
     "int6_pack": PACK8,
     "int6_dequantize": UNPACK6,
-    "all_gather_rows": ELEMENTWISE,
-    "local_ids": Support((torch.int64,)),
 }
 
 
