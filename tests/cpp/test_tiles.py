@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastinfer import ops
 
-FORMATS = ("int4", "int4 symmetric", "int4 two levels", "int6", "int8", "lut", "bf16", "fp16", "fp32")
+FORMATS = ("int4", "int4 symmetric", "int4 two levels", "int5", "int6", "int8", "lut", "bf16", "fp16", "fp32")
 Product = Callable[..., Tensor]
 
 
@@ -35,7 +35,7 @@ def product(name: str, out_features: int, in_features: int) -> tuple[Product, Te
     if dense is not None:
         weight = (torch.randn(out_features, in_features) * in_features**-0.5).to(dense)
         return lambda x, **options: ops.gemm(x, weight, **options), weight.float()
-    bits = {"int6": 6, "int8": 8}.get(name, 4)
+    bits = {"int5": 5, "int6": 6, "int8": 8}.get(name, 4)
     mins = name not in ("int4 symmetric", "lut")
     packed = random_weight(bits, out_features, in_features, mins=mins, two_level="two" in name)
     arguments: dict[str, Any] = dict(packed.packed)

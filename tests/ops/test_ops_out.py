@@ -87,6 +87,7 @@ REPLACEABLE = {
     "gemm": {"residual"},
     "int8_gemm": {"residual"},
     "int6_gemm": {"residual"},
+    "int5_gemm": {"residual"},
     "int4_gemm": {"residual"},
     "lut_gemm": {"residual"},
     "w8a8_gemm": {"residual"},

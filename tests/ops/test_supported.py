@@ -192,9 +192,9 @@ def narrowed(call: Call, width: int) -> Call:
     return call | changed
 
 
-@pytest.mark.parametrize("op", ["int4_pack", "int6_pack", "int8_pack"])
+@pytest.mark.parametrize("op", ["int4_pack", "int5_pack", "int6_pack", "int8_pack"])
 def test_widths_that_can_be_packed(op: str, column: str, device: str) -> None:
-    dtype = torch.uint8 if op == "int4_pack" else torch.int8
+    dtype = torch.uint8 if op in ("int4_pack", "int5_pack") else torch.int8
     widths = [1, 16, 31, 32, 33, 64, 80, 96]
     calls = (({"in_features": width}, {"q": torch.zeros(3, width, dtype=dtype)}) for width in widths)
     assert not disagreements(op, column, device, calls)
@@ -330,7 +330,11 @@ def test_questions_without_an_answer(arguments: dict[str, Any], message: str) ->
 
 
 def test_operators_of_the_cpu_alone() -> None:
-    assert set(ON_CPU_ALONE) == {"int6_gemm", "grouped_int6_gemm", "int6_pack", "int6_dequantize"}
+    assert set(ON_CPU_ALONE) == {
+        name.format(bits)
+        for name in ("int{}_gemm", "grouped_int{}_gemm", "int{}_pack", "int{}_dequantize")
+        for bits in (5, 6)
+    }
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")
         assert support.devices(op) == "CPU"

@@ -99,6 +99,10 @@ ON_BOTH = {
 
 # Operators without a CUDA kernel.
 ON_CPU = {
+    "int5_gemm": INT4_WEIGHT,
+    "grouped_int5_gemm": INT4_WEIGHT,
+    "int5_pack": PACK4,
+    "int5_dequantize": PACK4,
     "int6_gemm": INT6_WEIGHT,
     "grouped_int6_gemm": INT6_WEIGHT,
     "int6_pack": PACK8,
