@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.models.attention import Attention
+from fastinfer.models.attention import Attention, AttentionPlan
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.kv_cache import KVCache, LayerCache
@@ -57,7 +57,7 @@ class DecoderLayer:
         x: Tensor,
         batch: Batch,
         cache: LayerCache | StateCache,
-        plan: Tensor | LatentPlan | None,
+        plan: AttentionPlan | LatentPlan | None,
         lora: LayerAdapters | None,
         inputs: Tensor | None = None,
         before: Tensor | None = None,
@@ -68,7 +68,7 @@ class DecoderLayer:
             attended = self.attention(x, batch, cache, plan, lora)
         elif isinstance(self.attention, Attention):
             assert isinstance(cache, LayerCache)
-            assert isinstance(plan, Tensor)
+            assert isinstance(plan, AttentionPlan)
             source = before if self.shares_input else x
             assert source is not None
             attended = self.attention(source, x, batch, cache, plan, lora)
@@ -180,7 +180,7 @@ class Decoder:
         Returns:
             [tokens, hidden], output of the last one.
         """
-        plans: dict[tuple[int, ...], Tensor | LatentPlan] = {}
+        plans: dict[tuple[int, ...], AttentionPlan | LatentPlan] = {}
         adapters, before = self._adapters(batch), x
         for index in indices:
             layer, lora, cache = self.layers[index], adapters[index], kv_cache.layers[index]
