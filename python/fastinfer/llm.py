@@ -19,7 +19,14 @@ from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory, room_on
-from fastinfer.engine.placement import cache_shares, common_dtype, place_model, room_on_devices, weight_bytes_by_device
+from fastinfer.engine.placement import (
+    cache_shares,
+    common_dtype,
+    place_model,
+    room_on_devices,
+    room_on_ranks,
+    weight_bytes_by_device,
+)
 from fastinfer.engine.rank_process import RankTask, start_ranks
 from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
@@ -44,7 +51,7 @@ from fastinfer.parallel.division import Layout
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.layer_split import stages_of
 from fastinfer.parallel.ranks import Ranks
-from fastinfer.parallel.support import check_divisible
+from fastinfer.parallel.support import check_divisible, check_gpus
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, pinned_prompt_job
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
@@ -92,8 +99,9 @@ class LLM:
         enable_prefix_caching, num_speculative_tokens, sparse_attention, max_loras, max_cpu_loras, max_lora_rank,
             deterministic, enforce_eager: see :class:`fastinfer.engine.config.EngineConfig`.
         tensor_parallel_size: number of processes of this machine that compute the model together, each with a part of
-            every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
-            works with it, and when it pays: docs/tensor-parallelism.md.
+            every weight and of the machine's threads. Results are bitwise those of one process. On GPUs, process i is
+            on the GPU whose number is i more than that of ``device``, and the layout must be ``"reduce"``. What works
+            with it, and when it pays: docs/tensor-parallelism.md.
         tensor_parallel_layout: see :class:`fastinfer.engine.config.EngineConfig`.
         pipeline_parallel_size: number of stages, processes of this machine that compute the model together, each some
             of its layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What
@@ -204,6 +212,12 @@ class LLM:
         checkpoints = [source() for source in sources]
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size, tensor_parallel_layout)
+        if tensor_parallel_size > 1 and device != "cpu":
+            if draft_model is not None:
+                raise RequestError(
+                    f"draft_model must be None with {tensor_parallel_size=} on GPUs, got {draft_model!r}"
+                )
+            check_gpus([config.device_of(rank) for rank in range(tensor_parallel_size)])
         stages = stages_of(checkpoints[0], pipeline_parallel_size)
         layer_places = place_model(checkpoints[0], places) if is_placed else ()
         size = _choose_kv_cache_size(config, checkpoints, share, layer_places)
@@ -242,9 +256,13 @@ class LLM:
             encoder = image_encoder_of(checkpoints[0], precision, device)
             # Shared weights stay in memory for the other replicas: sleep of level 2 would free nothing.
             reload = None if share is not None and share.weights else load_models
+            if ranks is not None and device != "cpu":
+                ranks.group.start_together()  # to record their steps
             self.engine = Engine(
                 loaded, self.tokenizer, config, draft, defaults, size, reload, identity, encoder, ranks
             )
+            if ranks is not None and device != "cpu":
+                ranks.wait_until_ready()
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 
@@ -602,7 +620,7 @@ def _load_part(
     task: RankTask, group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None
 ) -> Model:
     """Load rank 0's part of a model, as :func:`fastinfer.models.load_weights` loads a whole one."""
-    assert (dtype, device, max_model_len) == (task.dtype, "cpu", task.size.max_model_len)
+    assert (dtype, device, max_model_len) == (task.dtype, task.config.device, task.size.max_model_len)
     return task.load_model(checkpoint, group)
 
 
@@ -637,6 +655,8 @@ def _choose_kv_cache_size(
         sizes = Counter(weight_bytes_by_device(checkpoints[0], places))
         sizes[config.device] += sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints[1:])
         room = room_on_devices(config, cache_shares(config, models, places), sizes)
+    elif config.num_ranks > 1 and config.device != "cpu":
+        room = room_on_ranks(config, models[0], checkpoints[0].weight_bytes(config.device))
     else:
         weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
         room = room_on(config, config.device, weight_bytes, None if share is None else share.memory(weight_bytes))

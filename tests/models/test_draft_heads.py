@@ -9,14 +9,14 @@ import pytest
 import torch
 import transformers
 from support.drafts import GREEDY, OPTIONS, recorded_drafts, texts
-from support.eagle_heads import drafted_logits, random_head, write_specforge, write_speculators
+from support.eagle_heads import drafted_logits, random_head, write_gguf_head, write_specforge, write_speculators
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
 from support.toy import always_speculate
 from torch import Tensor
 
 from fastinfer import LLM, SamplingParams
-from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError, UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.structured_output import StructuredOutputsParams
 
@@ -51,6 +51,7 @@ def with_head(model: Path, head: Path, **options: Any) -> LLM:
             (2, 3, 4),
         ),
         (write_specforge, 3, {}, (2, 3, 4)),
+        (write_gguf_head, 3, {"extract_layers": [1, 3, 6], "norm_before_residual": True}, (1, 3, 6)),
         (write_specforge, 2, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 4]}}, (1, 5)),
     ],
 )
@@ -174,6 +175,43 @@ def test_wrong_heads_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         with_head(model, write_speculators(tmp_path / "head", random_head(), **config))
+
+
+def test_gguf_heads_may_have_the_models_embedding_and_vocabulary(model: Path, tmp_path: Path) -> None:
+    head = random_head()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model)
+    shared = {"embed_tokens.weight": whole.model.embed_tokens.weight.detach(), "lm_head.weight": whole.lm_head.weight}
+    own = {name: values for name, values in head.items() if name not in (*shared, "d2t")}
+    path = write_gguf_head(tmp_path / "head", own, extract_layers=[2, 3, 4])
+    with pytest.raises(RequestError, match="the model must be a whole one, got a draft head"):
+        LLM(str(path))
+    llm = with_head(model, path)
+    drafts = recorded_drafts(llm)
+    texts(llm, GREEDY)
+    check(drafts[::9], model, own | {name: values.detach() for name, values in shared.items()}, (2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "damage", "error", "message"),
+    [
+        ({"extract_layers": [3, 1, 2]}, {}, GGUFFormatError, r"extract_layers must be ascending .* got \[3, 1, 2\]"),
+        ({"target_hidden_size": 80}, {}, UnsupportedModelError, "must be the hidden size of 64, got 80"),
+        ({}, {"d2t": -torch.arange(97)}, GGUFFormatError, "must give each row another token, got 0 97 times"),
+        ({}, {"d2t": torch.full((97,), 300)}, GGUFFormatError, "must give tokens in 0..319, got 320 for row 20"),
+    ],
+)
+def test_wrong_gguf_heads_are_refused(
+    model: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    damage: dict[str, Tensor],
+    error: type[FastinferError],
+    message: str,
+) -> None:
+    settings = {"extract_layers": [2, 3, 4]} | settings
+    head = write_gguf_head(tmp_path / "head", random_head() | damage, **settings)
+    with pytest.raises(error, match=message):
+        with_head(model, head)
 
 
 def test_a_head_is_no_model_and_fits_one_size(model: Path, tmp_path: Path) -> None:

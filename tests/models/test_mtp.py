@@ -16,9 +16,12 @@ from support.toy import always_speculate
 from torch import Tensor
 
 from fastinfer import LLM
+from fastinfer.cli.memory_bounds import Rates
+from fastinfer.cli.memory_description import describe
 from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.errors import RequestError, UnsupportedModelError
-from fastinfer.models import open_checkpoint, open_mtp_checkpoint
+from fastinfer.models import load_weights, open_checkpoint, open_mtp_checkpoint
+from fastinfer.models.offload import tensors_of
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.utils.sealed_memory import SealedMemory
 
@@ -134,6 +137,9 @@ def test_memory_is_counted_for_what_is_loaded(family: str, is_gguf: bool, tmp_pa
     layers = Counter[int | None]()
     for part, count in parts.items():
         layers[part.layer] += count
+    described = describe(str(path), 64, 1, Rates(1e9, 1e9, 1e9), draft_model="mtp")["draft"]
+    loaded = sum(tensor.nbytes for tensor in tensors_of(load_weights(open_mtp_checkpoint(path), "auto", "cpu", 64)))
+    assert described["weights_bytes"] == loaded
     # The layer has another product, and no vocabulary of its own.
     hidden = model.whole.config.hidden_size
     assert open_mtp_checkpoint(path).weight_bytes("cpu") < layers[3] + 10 * hidden * hidden < layers[3] + layers[None]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fastinfer import hub
+from fastinfer.cli.arguments import HEAD_ROW
 from fastinfer.cli.options import API_KEY_VARIABLE
 from fastinfer.client.endpoint import Endpoint
 from fastinfer.distill.settings import SELF, Settings
@@ -77,8 +78,11 @@ def check_bench(args: argparse.Namespace) -> None:
     """Check the arguments of a benchmark."""
     if "url" in args:
         check_server(args)
-    else:
-        check_models(args)
+        return
+    if "draft_head" in args and (args.draft_head is None) is (HEAD_ROW in args.rows):
+        row = "with" if args.draft_head is None else "without"
+        raise RequestError(f"--draft-head: expected one with the row {HEAD_ROW} alone, got {args.draft_head} {row} it")
+    check_models(args)
 
 
 def check_server(args: argparse.Namespace) -> None:
@@ -92,8 +96,9 @@ def check_server(args: argparse.Namespace) -> None:
 
 def check_info(args: argparse.Namespace) -> None:
     """Check the arguments of ``info``."""
-    if args.memory:
-        hub.resolve(args.memory)
+    for model in (args.memory, args.draft_model):
+        if model not in (None, hub.MTP):
+            hub.resolve(model)
 
 
 def check_quantize(args: argparse.Namespace) -> None:

@@ -130,7 +130,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         action=EngineOption,
         type=count(1, MAX_RANKS),
         metavar="N",
-        help="processes of this machine that compute the model together, on a CPU; default: 1",
+        help="processes of this machine that compute the model together; default: 1",
     )
     options.add_argument(
         "--tensor-parallel-layout",

@@ -1,7 +1,7 @@
 """The input tensors of a step."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from fastinfer.models.image_tokens import ImageTokens
 from fastinfer.models.sparse_attention import SparseRows
 from fastinfer.ops.prompt import NO_ROW
 
+# Number of ranges of the block tables that a message to other ranks names; of more they copy everything.
+MAX_CHANGES = 1024
 # Number of wanted rows of a batch whose rows all go through all layers.
 ALL_ROWS = -1
 
@@ -136,10 +138,10 @@ class BatchInputs:
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
         last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
-        sparse_size = 0 if sparse_pages is None else max_seqs
         feature_size = 2 * max_tokens if has_features else 0
+        dense_size = 0 if sparse_pages is None else max_seqs  # of prompts, beside tokens with sparse attention
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
-        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1] + sparse_size
+        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1] + dense_size
         self._table_start = 8 * longs + 4 * ints
         num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
         self._host = np.zeros(num_bytes, np.uint8) if allocate is None else allocate(num_bytes)
@@ -150,7 +152,7 @@ class BatchInputs:
             wide, ends
         )
         self._slot_mappings, self._feature_slots = slots, places.reshape(2, -1)
-        ends = np.cumsum([*state_sizes, last_sizes[1], sparse_size, max_tokens, max_logits, 4 * max_logits, max_seqs])
+        ends = np.cumsum([*state_sizes, last_sizes[1], dense_size, max_tokens, max_logits, 4 * max_logits, max_seqs])
         self._state_reads, self._state_writes, last_ints, self._dense_lens, *others = np.split(narrow, ends)
         self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = others
         self._last_rows = LastRowsInputs(last_longs.reshape(2, -1), last_ints, self._view) if drops_rows else None
@@ -304,6 +306,21 @@ class BatchInputs:
             self._memory[self._table_start :].view(torch.int32)[index] = blocks.int()
         self._keep_drawn()
 
+    def take_changes(self) -> list[int]:
+        """Return what the next upload would copy of the block tables, which :meth:`add_changes` gives back.
+
+        Returns:
+            The first and the last entry, plus one, of each range over all tables; empty on a CPU.
+        """
+        changed, self._changed = self._changed, []
+        if len(changed) > MAX_CHANGES:
+            changed = [range(self._block_tables.size)]
+        return [bound for part in changed for bound in (part.start, part.stop)]
+
+    def add_changes(self, bounds: Sequence[int]) -> None:
+        """Let the next upload copy entries of the block tables, which another rank may have written."""
+        self._changed += map(range, bounds[::2], bounds[1::2])
+
     def insert_drawn(self, num_tokens: int) -> None:
         """Replace the tokens that the host does not know, which are negative, by those that the last draw has drawn.
 
@@ -376,6 +393,8 @@ class BatchInputs:
             used += [self._adapter_ids[: size.num_tokens].data, self._logits_adapter_ids[: size.num_logits].data]
         if self._has_states:
             used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
+        if self.sparse_pages is not None:
+            used.append(self._dense_lens[: size.num_seqs].data)
         for memory in used:
             digest = zlib.crc32(memory, digest)
         return digest

@@ -56,7 +56,7 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | 
     if any(model.latent_attention is not None for model in models):
         check_latent_attention(config, models)
     if config.sparse_attention is not None:
-        check_sparse_attention(models[0])
+        check_sparse_attention(config, models[0])
     limit = models[0].max_position
     groups: Counter[int] = Counter()
     states = 0
@@ -117,22 +117,28 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
             )
 
 
-def check_sparse_attention(model: ModelConfig) -> None:
+def check_sparse_attention(config: EngineConfig, model: ModelConfig) -> None:
     """Check that a model can have sparse attention.
 
     Args:
+        config: configuration of the engine.
         model: configuration of the model.
 
     Raises:
-        RequestError: no layer can have sparse attention.
+        RequestError: no layer can have sparse attention, or ranks share a KV head.
     """
-    sizes = {model.kv_shape(layer).head_dim for layer in range(model.num_layers) if has_bounds(model, layer)}
-    if not sizes:
+    shapes = [model.kv_shape(layer) for layer in range(model.num_layers) if has_bounds(model, layer)]
+    sizes = {shape.head_dim for shape in shapes}
+    if not shapes:
         raise RequestError(
             f"sparse_attention needs layers with full attention after the first {DENSE_LAYERS}, got a model without"
         )
     if any(size % 8 for size in sizes):
         raise RequestError(f"sparse_attention needs a head_dim that is a multiple of 8, got {sorted(sizes)}")
+    # Of which the query heads choose pages together.
+    num_heads, num_ranks = min(shape.num_heads for shape in shapes), config.tensor_parallel_size
+    if num_ranks > num_heads:
+        raise RequestError(f"sparse_attention needs a KV head for each rank, got {num_heads} for {num_ranks} ranks")
 
 
 def make_block_manager(

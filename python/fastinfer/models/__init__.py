@@ -14,6 +14,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Tap
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.gguf_heads import EAGLE3, GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
 from fastinfer.models.head_loader import load_eagle_head, load_mtp_head
 from fastinfer.models.hf_checkpoint import HFCheckpoint
@@ -133,7 +134,7 @@ def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len:
     """Load a checkpoint without its tokenizer; arguments and errors are those of :func:`load_model`."""
     precision = Precision.of(dtype, device)
     with one_torch_thread():
-        if isinstance(checkpoint, HFHeadCheckpoint):
+        if isinstance(checkpoint, HFHeadCheckpoint | GGUFHeadCheckpoint):
             return load_eagle_head(checkpoint, precision, max_model_len, device)
         if isinstance(checkpoint, HFMTPCheckpoint | GGUFMTPCheckpoint):
             return load_mtp_head(checkpoint, precision, max_model_len, device)
@@ -167,7 +168,9 @@ def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
     """
     if path.is_dir():
         return HFHeadCheckpoint(path, exact) if is_hf_head(path) else HFCheckpoint(path, exact)
-    return GGUFCheckpoint(open_gguf(path), exact)
+    file = open_gguf(path)
+    is_head = file.metadata.get("general.architecture") == EAGLE3
+    return GGUFHeadCheckpoint(file, exact) if is_head else GGUFCheckpoint(file, exact)
 
 
 def open_mtp_checkpoint(path: Path, exact: bool = False) -> Checkpoint:

@@ -272,7 +272,7 @@ class GGUFCheckpoint:
         """Return the name of a matrix or vector in the file, without ``.weight`` or ``.bias``."""
         names = ARCHITECTURES[self.config.architecture].names
         if not name.startswith("layers."):
-            return names.get(name, _TOP[name])
+            return names.get(name) or _TOP[name]
         layer, part, rest = split_name(name)
         layer = stored_layer(self.config, layer, part)
         if part in names:

@@ -6,6 +6,7 @@ from fastinfer.models.attention_loader import load_attention
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import DecoderLayer
 from fastinfer.models.draft_head import EagleHead
+from fastinfer.models.gguf_heads import GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint
 from fastinfer.models.hf_mtp import HFMTPCheckpoint
@@ -29,7 +30,7 @@ class EagleReader(LayerReader):
 
 
 def load_eagle_head(
-    checkpoint: HFHeadCheckpoint, precision: Precision, max_model_len: int | None, device: str
+    checkpoint: HFHeadCheckpoint | GGUFHeadCheckpoint, precision: Precision, max_model_len: int | None, device: str
 ) -> EagleHead:
     """Read an EAGLE-3 head; arguments and errors are those of :func:`fastinfer.models.loader.load_decoder`."""
     reader, config, settings = EagleReader(checkpoint, precision, device), checkpoint.config, checkpoint.eagle

@@ -18,6 +18,7 @@ from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import (
     ModelPart,
+    check_draft_tokens,
     decoder_layers,
     fused_rows,
     rows_by_key_head,
@@ -167,19 +168,7 @@ class HFCheckpoint:
                 f"{self.path}: tensor {D2T!r} must be [{rows}] int64, got {list(offsets.shape)} {offsets.dtype}"
             )
         tokens = offsets.long() + torch.arange(rows)
-        outside = (tokens < 0) | (tokens >= vocab_size)
-        if outside.any():
-            row = int(outside.nonzero()[0])
-            raise CheckpointFormatError(
-                f"{self.path}: tensor {D2T!r} must give tokens in 0..{vocab_size - 1}, "
-                f"got {int(tokens[row])} for row {row}"
-            )
-        known, counts = tokens.unique(return_counts=True)
-        if len(known) < rows:
-            raise CheckpointFormatError(
-                f"{self.path}: tensor {D2T!r} must give each row another token, "
-                f"got {int(known[counts.argmax()])} {int(counts.max())} times"
-            )
+        check_draft_tokens(tokens, vocab_size, f"{self.path}: tensor {D2T!r}", CheckpointFormatError)
         return tokens
 
     def layout(self, layer: int) -> frozenset[tuple[str, tuple[int, ...], str]]:

@@ -81,8 +81,10 @@ ON_BOTH = {
     "mamba2_scan": NORM,
     "merge_attention_states": Support(head_dim=ANY),
     "all_gather": ELEMENTWISE,
+    "all_gather_rows": ELEMENTWISE,
     "all_reduce": ELEMENTWISE,
     "all_reduce_add_rms_norm": NORM,
+    "local_ids": Support((torch.int64,)),
     "head_rows": Support((torch.int64,)),
     "route_experts": ELEMENTWISE,
     "combine_experts": ELEMENTWISE,
@@ -97,12 +99,14 @@ ON_BOTH = {
 
 # Operators without a CUDA kernel.
 ON_CPU = {
+    "int5_gemm": INT4_WEIGHT,
+    "grouped_int5_gemm": INT4_WEIGHT,
+    "int5_pack": PACK4,
+    "int5_dequantize": PACK4,
     "int6_gemm": INT6_WEIGHT,
     "grouped_int6_gemm": INT6_WEIGHT,
     "int6_pack": PACK8,
     "int6_dequantize": UNPACK6,
-    "all_gather_rows": ELEMENTWISE,
-    "local_ids": Support((torch.int64,)),
 }
 
 

@@ -12,7 +12,9 @@ class Message(IntEnum):
         LOGITS: compute logits of the last step in a slot: the slot, the first row, the number of rows, the adapter.
         ADAPTER: change a slot for adapters, see :class:`fastinfer.parallel.sharded_adapters.ShardedAdapterSlots`.
         READ_BLOCK, WRITE_BLOCK: copy a block to the memory that the ranks share, or from there: the block.
-        RELEASE, RESTORE: free the KV cache and the recorded graphs; allocate the KV cache again.
+        RELEASE: free the KV cache and the recorded graphs: 1 for the model, too, 0 otherwise.
+        RELOAD: load the model again, and report it as at the start.
+        RESTORE: allocate the KV cache again.
     """
 
     STEP = 0
@@ -22,4 +24,5 @@ class Message(IntEnum):
     READ_BLOCK = 4
     WRITE_BLOCK = 5
     RELEASE = 6
-    RESTORE = 7
+    RELOAD = 7
+    RESTORE = 8
