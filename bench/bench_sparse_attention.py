@@ -7,7 +7,10 @@ first page and the last ones) and with random pages, of the same number.
 Time: decode steps of one sequence are recorded and replayed in turns, dense and sparse, on a cache of random numbers,
 which takes no prefill. The clock is that of the process's CPU time by default.
 
+Settings: both, for several sizes of pages, shares of them, and numbers of first layers that attend to everything.
+
     python bench/bench_sparse_attention.py --out bench/results
+    python bench/bench_sparse_attention.py --only settings --tokens 256 --out bench/results
 """
 
 import argparse
@@ -68,6 +71,21 @@ def pages_by(
     return block_table[0][chosen].contiguous(), lens.int()
 
 
+# Tokens a page, share of the pages that are read, and number of first layers that attend to everything.
+SETTINGS = [
+    (8, 1 / 2, 2),
+    (8, 1 / 4, 2),
+    (8, 1 / 8, 2),
+    (16, 1 / 2, 2),
+    (16, 1 / 4, 2),
+    (16, 1 / 8, 2),
+    (32, 1 / 2, 2),
+    (32, 1 / 4, 2),
+    (8, 1 / 4, 12),
+    (16, 1 / 4, 12),
+    (16, 1 / 4, 20),
+]
+
 METHODS = {"bounds": ops.select_pages, "window": window_pages, "random": random_pages}
 
 
@@ -88,6 +106,26 @@ class Sequence:
             model.config, [blocks], block_size, dtype, "cpu", state_dtype=model.dtype, with_bounds=True
         )
         return cls(model, cache, block_size, tokens)
+
+    def with_pages_of(self, block_size: int) -> "Sequence":
+        """The same keys and values in other pages."""
+        other = Sequence.make(self.model, self.tokens, block_size)
+        for own, layer in zip(other.cache.layers, self.cache.layers, strict=True):
+            assert isinstance(own, LayerCache)
+            assert isinstance(layer, LayerCache)
+            slots = len(self.tokens)
+            for target, source in ((own.k, layer.k), (own.v, layer.v)):
+                target.flatten(0, 1)[:slots] = source.flatten(0, 1)[:slots]
+            if own.bounds is not None:
+                ops.store_page_bounds(own.bounds, own.k, None, torch.arange(slots))
+        return other
+
+    def attend_to_all_in(self, first_layers: int) -> "Sequence":
+        """Let the first layers attend to everything."""
+        for index, layer in enumerate(self.cache.layers[:first_layers]):
+            assert isinstance(layer, LayerCache)
+            self.cache.layers[index] = replace(layer, bounds=None)
+        return self
 
     def batch(self, begin: int, end: int, num_pages: int | None = None) -> Batch:
         """The tokens begin..end - 1; with ``num_pages`` as generated tokens, which attend to so many pages."""
@@ -133,18 +171,22 @@ def measure_quality(args: argparse.Namespace) -> list[dict[str, Any]]:
         dense = list(sequence.log_probabilities(begin, args.context))
         for share, (name, select) in ((share, method) for share in args.share for method in METHODS.items()):
             num_pages = max(4, round(args.context / block_size * share))
-            kl, same = 0.0, 0
             with mock.patch.object(ops, "select_pages", select):
-                found = sequence.log_probabilities(begin, args.context, num_pages)
-                for expected, actual in zip(dense, found, strict=True):
-                    kl += float((expected.exp() * (expected - actual)).sum(dtype=torch.float64))
-                    same += int((expected.argmax(-1) == actual.argmax(-1)).sum())
-            count = args.tokens
+                kl, agreement = divergence(dense, sequence.log_probabilities(begin, args.context, num_pages))
             result = {"block_size": block_size, "share": share, "pages": num_pages, "method": name}
-            results.append(result | {"kl": kl / count, "agreement": same / count})
-            print(f"block size {block_size}, 1/{1 / share:.0f}, {name}: KL {kl / count:.4f}, {same / count:.1%}")
-            sys.stdout.flush()
+            results.append(result | {"kl": kl, "agreement": agreement})
+            print(f"block size {block_size}, 1/{1 / share:.0f}, {name}: KL {kl:.4f}, {agreement:.1%}", flush=True)
     return results
+
+
+def divergence(dense: list[Tensor], found: Iterator[Tensor]) -> tuple[float, float]:
+    """KL from the distributions ``dense`` in nats, and the share of tokens whose likeliest next token is the same."""
+    kl, same, count = 0.0, 0, 0
+    for expected, actual in zip(dense, found, strict=True):
+        kl += float((expected.exp() * (expected - actual)).sum(dtype=torch.float64))
+        same += int((expected.argmax(-1) == actual.argmax(-1)).sum())
+        count += len(expected)
+    return kl / count, same / count
 
 
 def measure_time(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -155,24 +197,53 @@ def measure_time(args: argparse.Namespace) -> list[dict[str, Any]]:
         sequence = Sequence.make(model, torch.zeros(context, dtype=torch.int64), block_size)
         fill(sequence.cache)
         shares = [None, *args.share]
-        graphs = []
-        for share in shares:
-            num_pages = None if share is None else max(4, round(context / block_size * share))
-            batch, graph = sequence.batch(context - 1, context, num_pages), ops.CPUGraph()
-            with torch.inference_mode(), graph.capture():
-                model.logits(model.forward(batch, sequence.cache), batch.logits_indices)
-            graphs.append((graph, batch))
-        samples: list[list[float]] = [[] for _ in shares]
-        for _ in range(args.rounds):
-            for (graph, _), own in zip(graphs, samples, strict=True):
-                start = now()
-                graph.replay()
-                own.append(now() - start)
-        for share, own in zip(shares, samples, strict=True):
-            ratio = statistics.median(dense / mine for dense, mine in zip(samples[0], own, strict=True))
+        for share, own, ratio in zip(shares, *time_steps(sequence, shares, args.rounds, now), strict=True):
             results.append(
                 {"context": context, "block_size": block_size, "share": share, "samples_s": own, "speedup": ratio}
             )
+    return results
+
+
+def time_steps(
+    sequence: Sequence, shares: list[float | None], rounds: int, now: Callable[[], float]
+) -> tuple[list[list[float]], list[float]]:
+    """Seconds of decode steps in turns, and medians of the first one's time divided by each one's."""
+    context, graphs = len(sequence.tokens), []
+    for share in shares:
+        num_pages = None if share is None else max(4, round(context / sequence.block_size * share))
+        batch, graph = sequence.batch(context - 1, context, num_pages), ops.CPUGraph()
+        with torch.inference_mode(), graph.capture():
+            sequence.model.logits(sequence.model.forward(batch, sequence.cache), batch.logits_indices)
+        graphs.append((graph, batch))
+    samples: list[list[float]] = [[] for _ in shares]
+    for _ in range(rounds):
+        for (graph, _), own in zip(graphs, samples, strict=True):
+            start = now()
+            graph.replay()
+            own.append(now() - start)
+    ratios = [statistics.median(dense / mine for dense, mine in zip(samples[0], own, strict=True)) for own in samples]
+    return samples, ratios
+
+
+def measure_settings(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Divergence and speed of :data:`SETTINGS`, the latter with the longest context of the times."""
+    model, tokens = read_text(args.text, args.model, args.context)
+    timed_model, _ = load_model(hub.resolve(args.model), "auto", "cpu", max(args.contexts))
+    begin, results = args.context - args.tokens, []
+    text = Sequence.make(model, tokens, SETTINGS[0][0])
+    for _ in text.log_probabilities(0, begin):
+        pass
+    dense = list(text.log_probabilities(begin, args.context))
+    for block_size, share, dense_layers in SETTINGS:
+        sequence = text.with_pages_of(block_size).attend_to_all_in(dense_layers)
+        num_pages = max(4, round(args.context / block_size * share))
+        kl, agreement = divergence(dense, sequence.log_probabilities(begin, args.context, num_pages))
+        timed = Sequence.make(timed_model, torch.zeros(max(args.contexts), dtype=torch.int64), block_size)
+        fill(timed.cache)
+        _, ratios = time_steps(timed.attend_to_all_in(dense_layers), [None, share], args.rounds, CLOCKS[args.clock])
+        result = {"block_size": block_size, "share": share, "dense_layers": dense_layers, "speedup": ratios[1]}
+        results.append(result | {"kl": kl, "agreement": agreement})
+        print(results[-1], flush=True)
     return results
 
 
@@ -203,6 +274,12 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
             milliseconds = 1e3 * statistics.median(case["samples_s"])
             rows.append([str(case["context"]), share, f"{milliseconds:.2f}", f"{case['speedup']:.2f}"])
         parts.append(format_table(rows))
+    if settings := results.get("settings"):
+        rows = [["block size", "pages read", "dense layers", "KL, nats", "same token", "times as fast"]]
+        for case in settings:
+            sizes = [str(case["block_size"]), f"1/{1 / case['share']:.0f}", str(case["dense_layers"])]
+            rows.append([*sizes, f"{case['kl']:.4f}", f"{case['agreement']:.1%}", f"{case['speedup']:.2f}"])
+        parts.append(format_table(rows))
     return "\n\n".join(parts)
 
 
@@ -218,18 +295,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="cpu")
-    parser.add_argument("--only", choices=["quality", "time"])
-    parser.add_argument("--out", type=Path, help="folder for sparse_attention.json")
+    parser.add_argument("--only", choices=["quality", "time", "settings"])
+    parser.add_argument("--out", type=Path, help="folder for sparse_attention.json, or sparse_attention_settings.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     _C.set_num_threads(args.threads)
     torch.manual_seed(0)
-    measures = {"time": measure_time, "quality": measure_quality}
-    results = {name: measure(args) for name, measure in measures.items() if args.only in (None, name)}
+    measures = {"time": measure_time, "quality": measure_quality, "settings": measure_settings}
+    chosen = ["time", "quality"] if args.only is None else [args.only]
+    results = {name: measures[name](args) for name in chosen}
     print(report(results))
     if args.out is not None:
         options = {"model": args.model, "context": args.context, "tokens": args.tokens, "clock": args.clock}
-        print(write_json(args.out / "sparse_attention.json", options | results))
+        name = "sparse_attention_settings" if args.only == "settings" else "sparse_attention"
+        print(write_json(args.out / f"{name}.json", options | results))
     return 0
 
 

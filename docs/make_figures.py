@@ -182,6 +182,31 @@ def plot_sparse_attention(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def plot_sparse_attention_settings(path: Path) -> None:
+    results = load("sparse_attention_settings.json")
+    figure, (axes,) = make_figure(1, results, "python bench/bench_sparse_attention.py --only settings --tokens 256")
+    for block_size, colour in ((8, BLUE), (16, ORANGE), (32, GREY)):
+        cases = [case for case in results["settings"] if case["block_size"] == block_size]
+        usual = sorted((case["speedup"], case["kl"]) for case in cases if case["dense_layers"] == 2)
+        axes.plot(*zip(*usual, strict=True), "-", color=colour)
+        for case in cases:
+            place, usual_layers = (case["speedup"], case["kl"]), case["dense_layers"] == 2
+            axes.plot(*place, "o", color=colour, markerfacecolor=colour if usual_layers else "white")
+            share = f"1/{1 / case['share']:.0f}" + ("" if usual_layers else f", {case['dense_layers']} dense layers")
+            right = usual_layers and block_size < 32  # what is left of the other lines has its names there
+            offset = (8 if right else -8, -10 if usual_layers else 4)
+            axes.annotate(share, place, offset, textcoords="offset points", ha="left" if right else "right")
+        axes.plot([], [], "o-", color=colour, label=f"{block_size} tokens a page")
+    axes.axhline(0.02, color="black", linewidth=0.8, linestyle="--")
+    axes.set_yscale("log")
+    axes.set_xlim(0.7, 2.8)
+    axes.set_ylim(0.002, 0.3)
+    axes.set_xlabel("decode speed with 8,192 tokens before, times dense")
+    axes.set_ylabel(f"KL from dense attention, nats\n({results['context']:,} tokens)")
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
 def plot_draft_head(path: Path) -> None:
     results = load("draft_head.json")
     figure, (speed, drafts) = make_figure(2, results, "python bench/bench_draft_head.py")
@@ -280,6 +305,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "ablation": plot_ablation,
     "quantization": plot_quantization,
     "sparse-attention": plot_sparse_attention,
+    "sparse-attention-settings": plot_sparse_attention_settings,
     "draft-heads": plot_draft_head,
     "prompt-modules": plot_prompt_modules,
     "distillation": plot_distillation,

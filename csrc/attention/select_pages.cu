@@ -270,7 +270,8 @@ class PageSelection {
 };
 
 template <class T, int kOwn>
-__global__ void __launch_bounds__(kSelectThreads) select_pages_kernel(const __grid_constant__ SelectPagesParams p) {
+__global__ void __launch_bounds__(kSelectThreads, kSelectBlocks)
+    select_pages_kernel(const __grid_constant__ SelectPagesParams p) {
   grid_dependency_wait();
   grid_dependency_launch();
   const int64_t token = blockIdx.x / p.kv_heads;

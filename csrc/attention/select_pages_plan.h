@@ -13,6 +13,7 @@
 namespace fastinfer::cuda {
 
 inline constexpr int kSelectThreads = 256;
+inline constexpr int kSelectBlocks = 3;  // that a multiprocessor has registers for
 inline constexpr int kSelectWarps = kSelectThreads / 32;
 
 struct SelectPagesPlan {
@@ -38,8 +39,8 @@ inline SelectPagesPlan plan_select_pages(int64_t tokens, int q_heads, int kv_hea
   const int lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>((vectors + own - 1) / own)));
   const int64_t heads = tokens * kv_heads, round = kSelectThreads / lanes * pages_at_once(own);
   const int64_t rounds = std::max<int64_t>((max_blocks + round - 1) / round, 1);
-  // Four blocks fit into a multiprocessor.
-  const int64_t parts = std::clamp<int64_t>(4 * device.multiprocessors / std::max<int64_t>(heads, 1), 1, rounds);
+  const int64_t blocks = kSelectBlocks * device.multiprocessors;
+  const int64_t parts = std::clamp<int64_t>(blocks / std::max<int64_t>(heads, 1), 1, rounds);
   const size_t group = q_heads / kv_heads;
   return {
       .lanes = lanes,

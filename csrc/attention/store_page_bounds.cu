@@ -88,9 +88,7 @@ void store_page_bounds(const StorePageBoundsParams& p, void* stream) {
                             .block = kThreads,
                             .grid_y = static_cast<unsigned>((columns + kThreads - 1) / kThreads),
                             .dependent = true};
-  const auto run = [&]<class C>(C) {
-    launch("store_page_bounds", store_page_bounds_kernel<C>, config, stream, p);
-  };
+  const auto run = [&]<class C>(C) { launch("store_page_bounds", store_page_bounds_kernel<C>, config, stream, p); };
   switch (p.quantization) {
     case CacheQuantization::kInt8: return run(int8_t{});
     case CacheQuantization::kFp8: return run(__nv_fp8_e4m3{});
