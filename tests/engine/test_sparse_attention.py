@@ -150,7 +150,6 @@ LATENT = {
     [
         ({}, {"sparse_attention": 15}, "sparse_attention must be an integer in 16.."),
         ({}, {"tensor_parallel_size": 2}, "sparse_attention must be None with tensor_parallel_size=2, got 16"),
-        ({}, {"device": "cuda"}, "sparse_attention must be None on device 'cuda', got 16"),
         ({"windows": (0, 0, 8)}, {}, "sparse_attention needs layers with full attention after the first 2"),
         (LATENT, {}, "sparse_attention needs layers with full attention after the first 2"),
         ({"kv_shapes": (KVShape(2, 12),) * 3}, {}, r"needs a head_dim that is a multiple of 8, got \[12\]"),

@@ -174,6 +174,7 @@ def elementwise_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]))
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), x[:3].bfloat16())
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), None, torch.bfloat16)
+    yield "local_ids", (torch.tensor([3, 0, 9, 9, 4]), 3, 9)
     yield "silu_and_mul", (x,)
     yield "gelu_and_mul", (x, "none")
     yield "gelu", (x.half(), "tanh")
@@ -216,7 +217,6 @@ def parallel_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     ids = torch.tensor([3, 0, 9, 9, 4])
     yield "all_gather", (torch.randn(5, 48).bfloat16(), Group.create(1).memory, 0, [48])
     yield "all_gather_rows", (torch.randn(5, 48), ids, Group.create(1).memory, 0, 0, 10)
-    yield "local_ids", (ids, 3, 9)
     yield "all_reduce", (torch.randn(5, 48).half(), Group.create(1).memory, 0)
     x = torch.randn(5, 48)
     yield "all_reduce_add_rms_norm", (x, x.clone(), torch.ones(48), 1e-6, Group.create(1).memory, 0)
@@ -250,7 +250,7 @@ def op_calls(cpu_alone: bool = True, seed: int = 0) -> Iterator[tuple[str, tuple
         "experts": expert_calls(cpu_alone),
         "sample": sample_calls(),
         "linear attention": linear_attention_calls(),
-        "sparse attention": sparse_attention_calls() if cpu_alone else iter(()),
+        "sparse attention": sparse_attention_calls(),
         "parallel": parallel_calls() if cpu_alone else iter(()),
     }
     for name, calls in groups.items():

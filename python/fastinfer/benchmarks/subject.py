@@ -54,7 +54,9 @@ class Subject:
         model, tokenizer = load_model(hub.resolve(name), dtype, device, max_model_len)
         return cls(model, tokenizer, cache_dtype, device, max_model_len)
 
-    def make_engine(self, *, max_num_seqs: int, max_model_len: int, **options: Any) -> Engine:
+    def make_engine(
+        self, *, max_num_seqs: int, max_model_len: int, draft_model: Model | None = None, **options: Any
+    ) -> Engine:
         """Create an engine whose cache holds ``max_num_seqs`` of the longest sequences, so that none waits for memory.
 
         ``options`` are further fields of :class:`fastinfer.engine.config.EngineConfig`.
@@ -76,7 +78,7 @@ class Subject:
             num_kv_blocks=num_blocks,
             **options,
         )
-        return Engine(self.model, self.tokenizer, config)
+        return Engine(self.model, self.tokenizer, config, draft_model)
 
     def random_prompt(self, rng: random.Random, length: int) -> list[int]:
         """Return meaningless token ids, which no cache has and no speculation predicts."""
