@@ -330,12 +330,11 @@ def test_questions_without_an_answer(arguments: dict[str, Any], message: str) ->
 
 
 def test_operators_of_the_cpu_alone() -> None:
-    five_and_six_bits = {
+    assert set(ON_CPU_ALONE) == {
         name.format(bits)
         for name in ("int{}_gemm", "grouped_int{}_gemm", "int{}_pack", "int{}_dequantize")
         for bits in (5, 6)
     }
-    assert set(ON_CPU_ALONE) == five_and_six_bits
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")
         assert support.devices(op) == "CPU"

@@ -131,18 +131,16 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
     new_tokens = [job.params.max_tokens or 0 for job in jobs]
     longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
     batch_size = 1 if row.batching is None else settings.batch_size
-    head = None
     if row.draft_head:
         assert settings.draft_head is not None
         checkpoint = open_checkpoint(hub.resolve(settings.draft_head))
-        head = load_weights(checkpoint, "auto", subject.device, longest)
+        subject = replace(subject, draft_model=load_weights(checkpoint, "auto", subject.device, longest))
     engine = subject.make_engine(
         max_model_len=longest,
         max_num_seqs=batch_size,
         enable_prefix_caching=row.prefix_caching,
         num_speculative_tokens=settings.speculative_tokens if row.speculation or row.draft_head else 0,
         sparse_attention=settings.attended_tokens if row.sparse_attention else None,
-        draft_model=head,
     )
     _run(engine, row, _warm_up(jobs[:batch_size]), batch_size, WARM_UP_S)
     engine.block_manager.reset_prefix_cache()

@@ -27,6 +27,7 @@ class Subject:
         kv_cache_dtype: dtype of the cached keys and values.
         device: device of the model.
         context: ``max_model_len`` of all engines; ``None`` for what each of them needs.
+        draft_model: draft model or draft head of all engines; ``None`` for none.
     """
 
     model: Model
@@ -34,6 +35,7 @@ class Subject:
     kv_cache_dtype: torch.dtype
     device: str = "cpu"
     context: int | None = None
+    draft_model: Model | None = None
 
     @classmethod
     def load(
@@ -54,9 +56,7 @@ class Subject:
         model, tokenizer = load_model(hub.resolve(name), dtype, device, max_model_len)
         return cls(model, tokenizer, cache_dtype, device, max_model_len)
 
-    def make_engine(
-        self, *, max_num_seqs: int, max_model_len: int, draft_model: Model | None = None, **options: Any
-    ) -> Engine:
+    def make_engine(self, *, max_num_seqs: int, max_model_len: int, **options: Any) -> Engine:
         """Create an engine whose cache holds ``max_num_seqs`` of the longest sequences, so that none waits for memory.
 
         ``options`` are further fields of :class:`fastinfer.engine.config.EngineConfig`.
@@ -78,7 +78,7 @@ class Subject:
             num_kv_blocks=num_blocks,
             **options,
         )
-        return Engine(self.model, self.tokenizer, config, draft_model)
+        return Engine(self.model, self.tokenizer, config, self.draft_model)
 
     def random_prompt(self, rng: random.Random, length: int) -> list[int]:
         """Return meaningless token ids, which no cache has and no speculation predicts."""

@@ -18,7 +18,7 @@ def prompt_rows(first: int) -> Iterator[None]:
     norm) and weights are rounded to bf16, whatever their dtype and ``activation_bits`` are, and summed in fp32.
     ``add_lora``, whose rows are those of the tokens from ``first`` on, also rounds the products with ``a``.
     ``paged_attention``, whose rows are the tokens of ``q``, rounds queries, keys, values and probabilities to bf16; its
-    softmax stays in fp32. ``w8a8_gemm`` computes them in int8 tiles, bit by bit with the same result as without.
+    softmax stays in fp32. ``w8a8_gemm`` asks for no roles: its int8 tiles have the same bits as no tiles.
 
     Which way a row takes depends on this setting alone, never on the number of rows, so that a token's result is the
     same in any batch and in any chunk of its prompt. Elsewhere the setting changes nothing.
