@@ -53,6 +53,7 @@ NARROW_LOADS: dict[str, str] = {
     "gated_norm_kernel": "a head is a few elements per lane, in any row stride",
     "scan_norm_kernel": "its input is in the L2, and a group of heads is a few elements per thread",
     "head_rows_kernel": "reads nothing",
+    "local_ids_kernel": "a thread per token",
     "pack_kernel": "runs once, when a model is loaded",
     "paged_attention_plan_kernel": "reads a few integers of each sequence",
     "route_experts_kernel": "reads a few logits of each token, in any row stride",

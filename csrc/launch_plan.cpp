@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "attention/paged_attention_plan.h"
+#include "attention/select_pages_plan.h"
 #include "attention/store_kv_cache_plan.h"
 #include "gemm/gemm_plan.h"
 #include "linear_attention/gated_delta_rule_plan.h"
@@ -69,6 +70,17 @@ LaunchPlan plan_paged_attention(const Sizes& sizes, const Device& device) {
       .facts = {{"kv_tile", p.kv_tile}, {"plan_bytes", p.plan_ints * static_cast<int64_t>(sizeof(int32_t))}},
       .workspace_bytes = p.workspace_bytes,
       .launches = {{"plan", p.plan}, {"attention", p.attention}},
+  };
+}
+
+LaunchPlan plan_select_pages(const Sizes& sizes, const Device& device) {
+  const int64_t tokens = sizes.at("tokens"), q_heads = sizes.at("q_heads"), max_blocks = sizes.at("max_blocks");
+  const auto p = cuda::plan_select_pages(tokens, static_cast<int>(q_heads), static_cast<int>(sizes.at("kv_heads")),
+                                         static_cast<int>(sizes.at("head_dim")), max_blocks, device);
+  return {
+      .facts = {{"lanes_per_page", p.lanes}, {"vectors_per_lane", p.own}, {"parts", p.parts}},
+      .workspace_bytes = tokens * q_heads * max_blocks * static_cast<int64_t>(sizeof(float)),
+      .launches = {{"select_pages", p.launch}},
   };
 }
 
@@ -145,6 +157,9 @@ const std::vector<Policy>& policies() {
       {"lut_gemm", packed, plan_gemm<WeightFormat::kLut>},
       {"w8a8_gemm", {{"m", 0}, {"n", 1}, {"k", 32}}, plan_w8a8_gemm},
       {"paged_attention", {{"seqs", 0}, {"head_dim", 1}}, plan_paged_attention},
+      {"select_pages",
+       {{"tokens", 0}, {"q_heads", 1}, {"kv_heads", 1}, {"head_dim", 1}, {"max_blocks", 0}},
+       plan_select_pages},
       {"rms_norm", {{"rows", 0}, {"hidden", 1}}, plan_rms_norm},
       {"add_lora", {{"tokens", 0}, {"out", 1}, {"max_rank", 1}}, plan_add_lora},
       {"gated_delta_rule",

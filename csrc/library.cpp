@@ -71,7 +71,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   def_with_out(
       m, "gemm",
       "Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, str? activation, Tensor? residual");
-  for (const char* name : {"int8_gemm", "int4_gemm"}) {
+  for (const char* name : {"int8_gemm", "int5_gemm", "int4_gemm"}) {
     def_with_out(m, name,
                  "Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? bias, "
                  "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits");
@@ -92,7 +92,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def("head_rows(Tensor positions, int heads) -> (Tensor, Tensor)");
   def_with_out(m, "grouped_gemm",
                "Tensor x, Tensor weight, Tensor row_ids, Tensor expert_start, Tensor? bias, str? activation");
-  for (const char* name : {"grouped_int8_gemm", "grouped_int4_gemm"}) {
+  for (const char* name : {"grouped_int8_gemm", "grouped_int5_gemm", "grouped_int4_gemm"}) {
     def_with_out(m, name,
                  "Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor row_ids, "
                  "Tensor expert_start, Tensor? bias, str? activation, int activation_bits");
@@ -116,9 +116,10 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                "Tensor x, Tensor(b!) residual, Tensor weight, float eps, Tensor(a!) group, int rank");
   def_with_out(m, "local_ids", "Tensor ids, int start, int end");
   def_with_out(m, "int4_pack", "Tensor q");
+  def_with_out(m, "int5_pack", "Tensor q");
   def_with_out(m, "int6_pack", "Tensor q");
   def_with_out(m, "int8_pack", "Tensor q");
-  for (const char* name : {"int4_dequantize", "int8_dequantize"}) {
+  for (const char* name : {"int4_dequantize", "int5_dequantize", "int8_dequantize"}) {
     def_with_out(m, name,
                  "Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? rows, ScalarType dtype");
   }

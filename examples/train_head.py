@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     for name, options in {"without drafts": {}, "with the head": {"draft_model": str(args.out)}}.items():
         llm = LLM(args.model, max_model_len=512, num_speculative_tokens=2 if options else 0, **options)
-        [output] = llm.chat([{"role": "user", "content": QUESTION}], params)
+        output = llm.chat([{"role": "user", "content": QUESTION}], params)
         start = time.perf_counter()
-        [output] = llm.chat([{"role": "user", "content": QUESTION}], params)
+        output = llm.chat([{"role": "user", "content": QUESTION}], params)
         seconds, completion = time.perf_counter() - start, output.outputs[0]
         print(f"[{name}: {len(completion.token_ids) / seconds:.0f} tokens/s]\n{completion.text.strip()}\n")
 

@@ -254,6 +254,8 @@ UNMODELLED = {
     r"latent_rotary_store_kernel": "a warp copies a query or stores a row, whose loops are alike",
     r"paged_attention_plan_kernel": "reads a few integers of each sequence",
     r"route_experts_kernel": "reads a few logits of each token",
+    r"select_pages_kernel": "reads a page's bounds once for any number of heads, then chooses",
+    r"store_page_bounds_kernel": "reads one page of many tokens",
     r"sort_rows_kernel": "reads a number per token and expert",
     r"zero_counters_kernel": "reads nothing",
 }

@@ -50,7 +50,6 @@ void check_cache(const Checks& check, const Tensor& k_cache, const Tensor& v_cac
 
 // Rejects arguments that the CUDA kernels do not support.
 void check_cuda(const Checks& check, const Tensor& q, const PagedAttentionParams& p) {
-  check.require(!p.table_per_head, "block_table must have 2 dimensions on CUDA, got 3");
   check.require(p.dtype != DType::kFloat32, "q must be bfloat16 or float16 on CUDA, got float32");
   check.require(p.cache_dtype == p.dtype, "k_cache must be int8, float8_e4m3fn, uint8 (int4) or, as q, ",
                 name(q.scalar_type()), " on CUDA");

@@ -20,7 +20,7 @@ struct PagedAttentionParams {
   const void* v_cache;            // likewise; or k_cache, if the values are the first value_dim elements of the keys
   const void* k_scale = nullptr;  // float [num_blocks, block_size, kv_heads] for int8 and fp8; Int4Scale
   const void* v_scale = nullptr;  // [num_blocks, block_size, kv_heads, groups] for int4; else null
-  const int32_t* block_table;     // [seqs, max_blocks]; or, on the CPU alone, [seqs, kv_heads, max_blocks]
+  const int32_t* block_table;     // [seqs, max_blocks], or [seqs, kv_heads, max_blocks]
   const int32_t* seq_lens;        // [seqs], the queries included
   const int32_t* query_start;     // [seqs + 1]
   const float* sinks;             // [q_heads] or null
@@ -45,7 +45,7 @@ struct PagedAttentionParams {
   int32_t* plan = nullptr;
   float* workspace = nullptr;
   int blocks = 0;
-  // CPU only: each KV head has a block table of its own.
+  // Each KV head has a block table of its own.
   bool table_per_head = false;
   // CPU only: tokens from m on are left out, if there are any.
   int64_t m = std::numeric_limits<int64_t>::max();

@@ -78,7 +78,8 @@ class TileLoader {
   __device__ explicit TileLoader(const PagedAttentionParams& p) : p_(p) {}
 
   __device__ void begin(const WorkItem& item) {
-    seq_ = item.at.seq, head_ = item.at.head;
+    head_ = item.at.head;
+    table_row_ = p_.table_per_head ? item.at.seq * p_.kv_heads + head_ : item.at.seq;
     kv_begin_ = item.rows.kv_begin, kv_end_ = item.rows.kv_end;
     tile_ = item.rows.first_kv_tile + item.at.kv_tile, end_ = tile_ + item.tiles;
     slot_ = slot_of(tile_);
@@ -124,7 +125,7 @@ class TileLoader {
     const int position = tile * kTile + warp_row() + lane;
     if (lane >= kRows || tile >= end_ || position < kv_begin_ || position >= kv_end_) return -1;
     const int page = position / p_.block_size;
-    return p_.block_table[seq_ * p_.max_blocks + page] * p_.block_size + (position - page * p_.block_size);
+    return p_.block_table[table_row_ * p_.max_blocks + page] * p_.block_size + (position - page * p_.block_size);
   }
 
   __device__ static int warp_row() {
@@ -181,7 +182,7 @@ class TileLoader {
   }
 
   const PagedAttentionParams& p_;
-  int seq_ = 0, head_ = 0, kv_begin_ = 0, kv_end_ = 0;
+  int table_row_ = 0, head_ = 0, kv_begin_ = 0, kv_end_ = 0;
   int tile_ = 0, end_ = 0;
   int slot_ = -1;  // of this lane's position in the present tile
 };

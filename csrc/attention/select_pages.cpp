@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, c
   check.rows_contiguous(q, "q");
   const int64_t width = std::min(num_pages, max_blocks);
   const Tensor pages = new_tensor(block_table, {tokens, kv_heads, width}), lens = new_tensor(block_table, {tokens});
-  const SelectPagesParams params{
+  SelectPagesParams params{
       .q = q.data_ptr(),
       .bounds = static_cast<const BFloat16*>(bounds.data_ptr()),
       .block_table = static_cast<const int32_t*>(block_table.data_ptr()),
@@ -70,14 +70,23 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, c
       .scale = static_cast<float>(scale),
       .dtype = check.float_dtype(q, "q"),
   };
+  if (const cuda::Device* const gpu = gpu_of(q)) {
+    check.require(reinterpret_cast<uintptr_t>(params.bounds) % 16 == 0, "bounds must be aligned to 16 bytes");
+    params.plan = cuda::plan_select_pages(tokens, params.q_heads, params.kv_heads, params.head_dim, max_blocks, *gpu);
+    const Tensor workspace = new_tensor(q, {tokens, q_heads, max_blocks}, ScalarType::Float);
+    params.workspace = static_cast<float*>(workspace.data_ptr());
+    params.arrived = arrival_counters(q, tokens * kv_heads);
+    FASTINFER_LAUNCH(q, select_pages, params);
+    return {pages, lens};
+  }
   check_lengths(check, params);
-  cpu::launch(&cpu::select_pages, params);
+  FASTINFER_LAUNCH(q, select_pages, params);
   return {pages, lens};
 }
 
 }  // namespace
 
-FASTINFER_CPU_OPERATORS(m) {
+FASTINFER_OPERATORS(m) {
   m.impl("select_pages", TORCH_BOX(&select_pages));
 }
 

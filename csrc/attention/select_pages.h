@@ -3,11 +3,16 @@
 
 #include <cstdint>
 
+#include "attention/select_pages_plan.h"
 #include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
 namespace fastinfer {
+
+// Besides those with the largest bounds: the first page, which attention sinks are in, and the last two, as the newest
+// tokens count most, and the last page has no bounds yet.
+inline constexpr int kFirstPages = 1, kLastPages = 2;
 
 struct SelectPagesParams {
   const void* q;               // [tokens, q_heads, head_dim], tokens q_stride elements apart
@@ -29,8 +34,16 @@ struct SelectPagesParams {
   int head_dim;
   float scale;  // of the logits
   DType dtype;  // of q
+  // CUDA only:
+  float* workspace = nullptr;   // [tokens, q_heads, max_blocks]: bounds, then weights
+  uint32_t* arrived = nullptr;  // [tokens, kv_heads] counters, zero before and after the launch
+  cuda::SelectPagesPlan plan{};
 };
 
 }  // namespace fastinfer
 
 FASTINFER_CPU_KERNEL(select_pages, SelectPagesParams)
+
+namespace fastinfer::cuda {
+FASTINFER_API void select_pages(const SelectPagesParams& params, void* stream);
+}

@@ -17,10 +17,6 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
-// Besides those with the largest bounds: the first page, which attention sinks are in, and the last two, as the newest
-// tokens count most, and the last page has no bounds yet.
-constexpr int kFirstPages = 1, kLastPages = 2;
-
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Pages in descending order of their weights, which are not negative, and of two equal weights the earlier page first.

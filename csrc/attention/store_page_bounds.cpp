@@ -6,6 +6,21 @@
 namespace fastinfer {
 namespace {
 
+void check_slots(const Checks& check, const StorePageBoundsParams& p) {
+  for (int64_t i = 0; i < p.tokens; ++i) {
+    check.require(p.slot_mapping[i] >= -1 && p.slot_mapping[i] < p.slots, "slot_mapping[", i, "] must be in -1..",
+                  p.slots - 1, ", got ", p.slot_mapping[i]);
+  }
+}
+
+// The kernel reads and writes eight elements at once.
+void check_cuda(const Checks& check, const StorePageBoundsParams& p) {
+  check.require(p.head_dim % 8 == 0, "bounds must have a head_dim that is a multiple of 8 on CUDA, got ", p.head_dim);
+  for (const auto& [data, name] : {std::pair<const void*, const char*>{p.bounds, "bounds"}, {p.k_cache, "k_cache"}}) {
+    check.require(reinterpret_cast<uintptr_t>(data) % 16 == 0, name, " must be aligned to 16 bytes");
+  }
+}
+
 void store_page_bounds(const Tensor& bounds, const Tensor& k_cache, std::optional<Tensor> k_scale,
                        const Tensor& slot_mapping) {
   const Checks check("store_page_bounds", bounds);
@@ -21,32 +36,32 @@ void store_page_bounds(const Tensor& bounds, const Tensor& k_cache, std::optiona
   for (const auto& [t, name] : {std::pair{&k_cache, "k_cache"}, {&slot_mapping, "slot_mapping"}, {&bounds, "bounds"}}) {
     check.contiguous(*t, name);
   }
-  const auto* slot = static_cast<const int64_t*>(slot_mapping.data_ptr());
-  const int64_t slots = blocks * block_size;
-  for (int64_t i = 0; i < tokens; ++i) {
-    check.require(slot[i] >= -1 && slot[i] < slots, "slot_mapping[", i, "] must be in -1..", slots - 1, ", got ",
-                  slot[i]);
-  }
   const CacheQuantization quantization = cache_quantization(k_cache);
   const bool quantized = quantization != CacheQuantization::kNone;
   const StorePageBoundsParams params{
       .k_cache = k_cache.data_ptr(),
       .k_scale = cache_scales(check, k_scale, "k_scale", k_cache, head_dim, kInt4KeyGroup),
-      .slot_mapping = slot,
+      .slot_mapping = static_cast<const int64_t*>(slot_mapping.data_ptr()),
       .bounds = static_cast<BFloat16*>(bounds.data_ptr()),
       .tokens = tokens,
+      .slots = blocks * block_size,
       .block_size = static_cast<int>(block_size),
       .heads = static_cast<int>(heads),
       .head_dim = static_cast<int>(head_dim),
       .quantization = quantization,
       .cache_dtype = quantized ? DType::kFloat32 : check.float_dtype(k_cache, "k_cache"),
   };
-  cpu::launch(&cpu::store_page_bounds, params);
+  if (gpu_of(bounds) == nullptr) {
+    check_slots(check, params);
+  } else {
+    check_cuda(check, params);
+  }
+  FASTINFER_LAUNCH(bounds, store_page_bounds, params);
 }
 
 }  // namespace
 
-FASTINFER_CPU_OPERATORS(m) {
+FASTINFER_OPERATORS(m) {
   m.impl("store_page_bounds", TORCH_BOX(&store_page_bounds));
 }
 

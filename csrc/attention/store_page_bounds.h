@@ -12,6 +12,7 @@ struct StorePageBoundsParams {
   const int64_t* slot_mapping;  // [tokens]; -1 is skipped
   BFloat16* bounds;             // [num_blocks, heads, 2, head_dim]
   int64_t tokens;
+  int64_t slots;
   int block_size;
   int heads;
   int head_dim;
@@ -22,3 +23,7 @@ struct StorePageBoundsParams {
 }  // namespace fastinfer
 
 FASTINFER_CPU_KERNEL(store_page_bounds, StorePageBoundsParams)
+
+namespace fastinfer::cuda {
+FASTINFER_API void store_page_bounds(const StorePageBoundsParams& params, void* stream);
+}

@@ -1,5 +1,6 @@
 #include "formats/gguf.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <optional>
@@ -107,6 +108,7 @@ struct Rows {
                                     " and " + std::to_string(types_bytes.data()[row]));
       }
       block = row_block;
+      packed_bits = std::max(packed_bits, block->packed_bits);
     }
     if (n == 0) throw std::invalid_argument("types must have at least one row");
   }
@@ -115,6 +117,7 @@ struct Rows {
   int64_t n;
   const int64_t* offsets;
   const GGUFBlock* block;  // of the last row: integers and minimums are those of all rows
+  int packed_bits = 0;     // the most of all rows
 };
 
 void check_size(const Bytes& bytes, const char* name, int64_t expected) {
@@ -133,7 +136,7 @@ bool unpack_rows(const py::buffer& file, const py::buffer& offsets, const py::bu
   if (scale_bytes != 2 && scale_bytes != 4) {
     throw std::invalid_argument("scales must be fp16 or fp32, got " + std::to_string(scale_bytes) + " bytes each");
   }
-  check_size(to, "q", packed ? padded * columns * rows.block->bits / 8 : padded * columns);
+  check_size(to, "q", packed ? padded * columns * rows.packed_bits / 8 : padded * columns);
   check_size(to_scales, "scales", padded * (columns / kBlockInputs) * scale_bytes);
   if (mins.has_value() != rows.block->has_mins) {
     throw std::invalid_argument(rows.block->has_mins ? "mins must be a buffer, got None" : "mins must be None");
@@ -146,7 +149,7 @@ bool unpack_rows(const py::buffer& file, const py::buffer& offsets, const py::bu
                                 .types = rows.types_bytes.data(),
                                 .n = rows.n,
                                 .k = columns,
-                                .bits = rows.block->bits,
+                                .bits = rows.packed_bits,
                                 .packed = packed,
                                 .scale_dtype = scale_bytes == 2 ? DType::kFloat16 : DType::kFloat32,
                                 .q = to.data(),
@@ -222,7 +225,8 @@ void define_gguf(py::module_& m) {
         "that are of no use, if a computed scale does not fit into fp16 scales; ValueError for sizes that do not fit.");
   m.def("pack_two_level_rows", &pack_two_level_rows, py::arg("file"), py::arg("offsets"), py::arg("types"),
         py::arg("columns"), py::arg("q"), py::arg("scales"), py::arg("mins"),
-        "Pack rows of one type whose blocks have an integer for each group and fp16 factors (Q4_K and Q6_K), on all "
+        "Pack rows of one type whose blocks have an integer for each group and fp16 factors (Q4_K, Q5_K and Q6_K), on "
+        "all "
         "threads, into contiguous buffers in the CPU's packed layout with two-level scales, without any rounding; "
         "ValueError for sizes that do not fit.");
   m.def("dequantize_rows", &dequantize_rows, py::arg("file"), py::arg("offsets"), py::arg("types"), py::arg("columns"),

@@ -235,6 +235,13 @@ struct TwoLevelNumbers {
   int8_t integers[16];
 };
 
+inline void two_level_groups_of_32(const uint8_t* block, TwoLevelNumbers* scales, TwoLevelNumbers* mins) {
+  six_bits_of_groups_of_32(block, scales->integers, mins->integers);
+  copy_half(block, &scales->factor);
+  copy_half(block + 2, &mins->factor);
+  mins->factor.bits ^= 0x8000;
+}
+
 struct Q4_K {
   static constexpr int kInputs = 256, kBytes = 144, kBits = 4;
   static constexpr bool kHasMins = true, kGroupsOf16 = false;
@@ -247,10 +254,7 @@ struct Q4_K {
   static constexpr int kTwoLevelBits = 4, kTwoLevelGroups = 8;
   static void read_two_level(const uint8_t* block, uint8_t* q, TwoLevelNumbers* scales, TwoLevelNumbers* mins) {
     nibbles<32>(block + 16, 128, q);
-    six_bits_of_groups_of_32(block, scales->integers, mins->integers);
-    copy_half(block, &scales->factor);
-    copy_half(block + 2, &mins->factor);
-    mins->factor.bits ^= 0x8000;
+    two_level_groups_of_32(block, scales, mins);
   }
 };
 
@@ -259,9 +263,19 @@ struct Q5_K {
   static constexpr bool kHasMins = true, kGroupsOf16 = false;
   template <class Scale>
   static bool read(const uint8_t* block, uint8_t* q, Scale* scales, Scale* mins) {
+    read_integers(block, q);
+    return read_groups_of_32(block, scales, mins);
+  }
+
+  static void read_integers(const uint8_t* block, uint8_t* q) {
     nibbles<32>(block + 48, 128, q);
     add_fields<1, 32>(block + 16, 32, 4, q);
-    return read_groups_of_32(block, scales, mins);
+  }
+
+  static constexpr int kTwoLevelBits = 5, kTwoLevelGroups = 8;
+  static void read_two_level(const uint8_t* block, uint8_t* q, TwoLevelNumbers* scales, TwoLevelNumbers* mins) {
+    read_integers(block, q);
+    two_level_groups_of_32(block, scales, mins);
   }
 };
 

@@ -17,7 +17,8 @@ struct GGUFBlock {
   int bits;            // of the integers: 4 or 8
   bool has_mins;       // whether groups have minimums once they are unpacked
   bool groups_of_16;   // two of which are joined
-  int two_level_bits;  // of the integers, if the block can be packed with two-level scales, as it stores them: 4 or 6
+  int two_level_bits;  // of the integers, if the block can be packed with two-level scales, as it stores them: 4 to 6
+  int packed_bits;     // of the integers once they are packed for the CPU with scales of one level: 4, 5 or 8
 };
 
 struct GGUFRowsParams {
@@ -26,10 +27,10 @@ struct GGUFRowsParams {
   const uint8_t* types;    // [n] the rows' storage types, for which gguf_block is not null
   int64_t n;
   int64_t k;  // a multiple of the types' blocks
-  int bits;   // of all types
+  int bits;   // of the packed integers, where all types have those
   bool packed;
   DType scale_dtype;  // fp16 or fp32
-  void* q;            // [n, k], or packed as by int4_pack or int8_pack
+  void* q;            // [n, k], or packed as by int4_pack, int5_pack or int8_pack
   void* scales;       // [n, k / 32], or packed as by pack_scales: [ceil(n / 16), k / 32, 16]
   void* mins;         // as scales, or null if the types have none
 };
@@ -40,7 +41,7 @@ struct GGUFTwoLevelParams {
   int type;                // of all rows, with two_level_bits
   int64_t n;
   int64_t k;        // a multiple of 256
-  void* q;          // packed as by int4_pack or int6_pack
+  void* q;          // packed as by int4_pack, int5_pack or int6_pack
   uint8_t* scales;  // packed as by pack_two_level_scales
   uint8_t* mins;    // the same, or null if the type has none
 };

@@ -46,10 +46,16 @@ void with_reader(int type, const Fn& fn) {
   }
 }
 
+template <class Type>
+constexpr int packed_bits = Type::kBits;
+template <bool kMins>
+constexpr int packed_bits<cpu::FiveBits<kMins> > = 5;
+
 // The same for a type whose blocks store two-level scales that the CPU's products take.
 template <class Fn>
 void with_two_level(int type, const Fn& fn) {
   if (type == 12) fn(cpu::Q4_K{});
+  if (type == 13) fn(cpu::Q5_K{});
   if (type == 14) fn(cpu::Q6_K{});
 }
 
@@ -60,7 +66,7 @@ const GGUFBlock* gguf_block(int type) {
     std::array<GGUFBlock, 256> all{};
     for (int id = 0; id < 256; ++id) {
       with_reader(id, [&]<class Type>(Type) {
-        all[id] = {Type::kInputs, Type::kBytes, Type::kBits, Type::kHasMins, Type::kGroupsOf16, 0};
+        all[id] = {Type::kInputs, Type::kBytes, Type::kBits, Type::kHasMins, Type::kGroupsOf16, 0, packed_bits<Type>};
         with_two_level(id, [&]<class Stored>(Stored) { all[id].two_level_bits = Stored::kTwoLevelBits; });
       });
     }
@@ -109,10 +115,14 @@ bool pack_rows_of_tile(const GGUFRowsParams& p, int64_t tile) {
     const int64_t count = std::min(kSegment, p.k - begin);
     for (int64_t row = 0; row < rows; ++row) {
       fits &= read_row(p, first + row, begin, count, q[row], scales[row], mins[row]);
+      // Without minimums the integers are -16..15, and packed ones have an offset of 16.
+      for (int64_t i = 0; p.bits == 5 && p.mins == nullptr && i < count; ++i) q[row][i] += 16;
     }
     const int64_t inputs = tile * kTileRows * p.k + begin * kTileRows;  // that come before these in the packed weight
     auto* out = static_cast<uint8_t*>(p.q) + inputs * p.bits / 8;
-    p.bits == 4 ? pack_tile<4>(q[0], kSegment, rows, count, out) : pack_tile<8>(q[0], kSegment, rows, count, out);
+    if (p.bits == 4) pack_tile<4>(q[0], kSegment, rows, count, out);
+    if (p.bits == 5) pack_tile<5>(q[0], kSegment, rows, count, out);
+    if (p.bits == 8) pack_tile<8>(q[0], kSegment, rows, count, out);
     const int64_t at = (tile * groups + begin / kGroup) * kTileRows;
     for (int64_t i = 0; i < count / kGroup * kTileRows; ++i) {
       static_cast<Scale*>(p.scales)[at + i] = scales[i % kTileRows][i / kTileRows];

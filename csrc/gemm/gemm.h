@@ -61,7 +61,8 @@ struct GemmParams {
   bool constant_weights = false;  // weight, scales and norm weight were not written by the kernel before
   ExpertRows expert_rows{};
   cpu::Memory weight_memory{};  // the weight, if it is read as a whole
-  // Rows of x from this one on are tokens of a prompt: in tiles where the CPU has them (binding/prompt_rows.h).
+  // Rows of x from this one on are computed in tiles where the CPU has them: tokens of a prompt
+  // (binding/prompt_rows.h), or all rows of a product whose tiles have the vectors' bits (quant/w8a8_gemm.h).
   int64_t first_prompt_row = std::numeric_limits<int64_t>::max();
 };
 

@@ -14,14 +14,13 @@
 #include "common/cpu/vec.h"
 #include "elementwise/activation_and_mul_cpu.h"
 #include "gemm/gemm.h"
+#include "gemm/unit_partition.h"
 #include "norm/rms_norm_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kHalves = kTileRows / kLanes;  // vectors that hold a tile's 16 rows
 inline constexpr int kRowBlock = 64;                // rows of x whose sums are kept: 8 KB
-
-inline constexpr int64_t kUnitsPerThread = 8;  // so many that one more or less does not show
 
 // Slots of scratch memory.
 enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer, kActiveExperts, kRowTiles };
@@ -100,37 +99,53 @@ void epilogue(const GemmParams& p, int64_t expert, int64_t unit, int64_t row0, i
 
 // Calls fn(expert, first, last, begin, end) for runs of units, first .. last - 1, that together are all units of all
 // experts, with the expert's rows begin .. end - 1: for the experts that have any, so that threads share out evenly
-// what there is to do.
+// what there is to do. Without experts the rows are those from `first_row` on, and a run may have a part of them.
 template <class Fn>
-void for_each_run(const GemmParams& p, int64_t units, const Fn& fn) {
+void for_each_run(const GemmParams& p, int64_t units, int64_t first_row, const Fn& fn) {
   const ExpertRows& rows = p.expert_rows;
   int32_t* active = nullptr;
   int64_t count = 1;
+  UnitPartition partition{units, 1};
   if (rows.start != nullptr) {
     active = scratch_array<int32_t>(kActiveExperts, rows.experts);
     count = 0;
     for (int32_t expert = 0; expert < rows.experts; ++expert) {
       if (rows.start[expert] < rows.start[expert + 1]) active[count++] = expert;
     }
+    partition.whole = count * units;
+  } else {
+    partition = UnitPartition::of(units, p.m - first_row, num_threads());
   }
   reached(p.weight_memory.data);
-  parallel_for(count * units, [&](int64_t first, int64_t last) {
-    while (first < last) {
-      const int64_t place = active == nullptr ? 0 : first / units;
-      const int64_t expert = active == nullptr ? 0 : active[place];
-      const int64_t begin = active == nullptr ? 0 : rows.start[expert];
-      const int64_t end = active == nullptr ? p.m : rows.start[expert + 1];
-      const int64_t stop = std::min(last, (place + 1) * units);
-      fn(expert, first - place * units, stop - place * units, begin, end);
-      first = stop;
-    }
-  });
+  // There is one call of fn, to be inlined.
+  const auto share_out = [&](int64_t from, int64_t to, int64_t parts) {
+    parallel_for((to - from) * parts, [&](int64_t item, int64_t last) {
+      while (item < last) {
+        const int64_t unit = from + item / parts;
+        const int64_t place = active == nullptr ? 0 : unit / units;
+        const int64_t expert = active == nullptr ? 0 : active[place];
+        int64_t begin = active == nullptr ? first_row : rows.start[expert];
+        int64_t end = active == nullptr ? p.m : rows.start[expert + 1];
+        int64_t stop = std::min(from + last, (place + 1) * units);
+        if (parts > 1) {
+          const int64_t part = item % parts, num_rows = end - begin;
+          end = begin + partition.first_row(part + 1, num_rows);
+          begin += partition.first_row(part, num_rows);
+          stop = unit + 1;
+        }
+        fn(expert, unit - place * units, stop - place * units, begin, end);
+        item += stop - unit;
+      }
+    });
+  };
+  share_out(0, partition.whole, 1);
+  share_out(partition.whole, count * units, partition.parts);
 }
 
-// The same unit by unit: fn(expert, unit, begin, end). There is one call of fn, to be inlined.
+// The same unit by unit, for all rows: fn(expert, unit, begin, end).
 template <class Fn>
 void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
-  for_each_run(p, units, [&](int64_t expert, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  for_each_run(p, units, 0, [&](int64_t expert, int64_t first, int64_t last, int64_t begin, int64_t end) {
     for (; first < last; ++first) fn(expert, first, begin, end);
   });
 }

@@ -81,28 +81,27 @@ void run_tile_gemm(const GemmParams& p, const Weights& weights) {
   const PackedRows x = pack_rows(p);
   const int64_t tiles = (p.n + kTileRows - 1) / kTileRows;
   const int64_t sweep = sweep_rows(p.k);
-  for_each_run(p, (tiles + 1) / 2, [&](int64_t expert, int64_t first, int64_t last, int64_t, int64_t) {
+  const auto multiply = [&](int64_t expert, int64_t first, int64_t last, int64_t begin, int64_t end) {
     alignas(64) uint8_t panel[kPanelBytes];
     alignas(64) float sums[kMostSweepRows * kUnitRows];
     Tiles registers;
-    const PlacedRows places = PlacedRows::of(p, expert);
-    const int64_t rows = places.end - places.begin;
-    for (int64_t row0 = 0; row0 < rows; row0 += sweep) {
-      const int64_t count = std::min(sweep, rows - row0);
+    const int64_t place = PlacedRows::of(p, expert).begin;
+    for (int64_t row0 = begin; row0 < end; row0 += sweep) {
+      const int64_t count = std::min(sweep, end - row0);
       for (int64_t unit = first; unit < last; ++unit) {
-        const auto unpack = [&](int i, int64_t begin, int64_t end, uint8_t* out) {
+        const auto unpack = [&](int i, int64_t first_block, int64_t last_block, uint8_t* out) {
           const int64_t tile = 2 * unit + i;
-          if (tile < tiles) return weights.unpack(expert, tile, begin, end, out);
-          std::fill_n(out, (end - begin) * kTileBytes, uint8_t{0});
+          if (tile < tiles) return weights.unpack(expert, tile, first_block, last_block, out);
+          std::fill_n(out, (last_block - first_block) * kTileBytes, uint8_t{0});
         };
-        multiply_panels(registers, {x.at(expert, row0, 0), x.blocks * kTileBytes}, count, x.blocks, unpack, panel,
-                        sums);
-        dispatch(p.dtype, [&]<class T>(T) {
-          epilogue<T>(p, expert, unit, places.begin + row0, static_cast<int>(count), sums, kUnitRows);
-        });
+        multiply_panels(registers, {x.at(expert, row0 - place, 0), x.blocks * kTileBytes}, count, x.blocks, unpack,
+                        panel, sums);
+        dispatch(p.dtype,
+                 [&]<class T>(T) { epilogue<T>(p, expert, unit, row0, static_cast<int>(count), sums, kUnitRows); });
       }
     }
-  });
+  };
+  for_each_run(p, (tiles + 1) / 2, p.first_prompt_row, multiply);
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -21,10 +21,11 @@ struct AllGatherParams {
 
 // Rank r has the rows whose ids are starts[r] .. starts[r + 1]; its other rows of x are not read.
 struct AllGatherRowsParams {
-  parallel::Group* group;
-  const void* x;       // [rows, row_bytes]
-  const int64_t* ids;  // [rows]
-  void* out;           // [rows, row_bytes]
+  parallel::Group* group;            // of CPUs
+  const parallel::PeerGroup* peers;  // of GPUs
+  const void* x;                     // [rows, row_bytes]
+  const int64_t* ids;                // [rows]
+  void* out;                         // [rows, row_bytes]
   int64_t rows;
   int64_t row_bytes;
   int64_t start;  // of this rank
@@ -48,6 +49,8 @@ FASTINFER_API void local_ids(const LocalIdsParams& params);
 
 namespace cuda {
 FASTINFER_API void all_gather(const AllGatherParams& params, void* stream);
-}
+FASTINFER_API void all_gather_rows(const AllGatherRowsParams& params, void* stream);
+FASTINFER_API void local_ids(const LocalIdsParams& params, void* stream);
+}  // namespace cuda
 
 }  // namespace fastinfer

@@ -1,4 +1,4 @@
-// Bindings of int4_pack, int6_pack, int8_pack, int4_dequantize, int6_dequantize and int8_dequantize.
+// Bindings of int4_pack, int5_pack, int6_pack, int8_pack, and of int4_dequantize to int8_dequantize.
 #include "quant/pack.h"
 
 #include "binding/output.h"
@@ -9,9 +9,9 @@ namespace {
 
 template <int kBits>
 Tensor pack(const Output& output, const Tensor& q) {
-  const Checks check(kBits == 4 ? "int4_pack" : kBits == 6 ? "int6_pack" : "int8_pack", q);
+  const Checks check(kBits == 4 ? "int4_pack" : kBits == 5 ? "int5_pack" : kBits == 6 ? "int6_pack" : "int8_pack", q);
   check.shape(q, "q", {kAny, kAny});
-  check.dtype(q, "q", kBits == 4 ? ScalarType::Byte : ScalarType::Char);
+  check.dtype(q, "q", kBits < 6 ? ScalarType::Byte : ScalarType::Char);
   check.contiguous(q, "q");
   const int64_t n = q.size(0), k = q.size(1);
   check.require(n > 0 && k > 0 && k % kBlockInputs == 0, "q must have rows, and a multiple of ", kBlockInputs,
@@ -29,7 +29,11 @@ Tensor pack(const Output& output, const Tensor& q) {
 template <int kBits>
 Tensor dequantize(const Output& output, const Tensor& qweight, const Tensor& scales, const std::optional<Tensor>& mins,
                   int64_t out_features, const std::optional<Tensor>& rows, ScalarType dtype) {
-  const Checks check(kBits == 4 ? "int4_dequantize" : kBits == 6 ? "int6_dequantize" : "int8_dequantize", qweight);
+  const Checks check(kBits == 4   ? "int4_dequantize"
+                     : kBits == 5 ? "int5_dequantize"
+                     : kBits == 6 ? "int6_dequantize"
+                                  : "int8_dequantize",
+                     qweight);
   const QuantizedWeight weight = quantized_weight(check, qweight, scales, mins, out_features, kBits);
   const DType out_dtype = check.float_dtype(dtype, "dtype");
   int64_t count = out_features;
@@ -69,6 +73,8 @@ Tensor int6_dequantize(const Output& output, const Tensor& qweight, const Tensor
 }  // namespace
 
 FASTINFER_CPU_OPERATORS(m) {
+  impl_with_out<&pack<5>>(m, "int5_pack");
+  impl_with_out<&dequantize<5>>(m, "int5_dequantize");
   impl_with_out<&pack<6>>(m, "int6_pack");
   impl_with_out<&int6_dequantize>(m, "int6_dequantize");
 }

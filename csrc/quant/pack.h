@@ -19,11 +19,11 @@
 namespace fastinfer {
 
 struct PackParams {
-  const void* q;  // [n, k] uint8 0..15 (4 bits), int8 -32..31 (6 bits) or int8 (8 bits)
+  const void* q;  // [n, k] uint8 0..15 (4 bits) or 0..31 (5 bits), int8 -32..31 (6 bits) or int8 (8 bits)
   void* out;      // [ceil(n / 16), k / 32, ...]
   int64_t n;
   int64_t k;
-  int bits;  // 4, 6 or 8
+  int bits;  // 4, 5, 6 or 8
 };
 
 struct DequantizeParams {
@@ -33,7 +33,7 @@ struct DequantizeParams {
   int64_t count;
   int64_t n;
   int64_t k;
-  int bits;     // 4, 6 or 8
+  int bits;     // 4, 5, 6 or 8
   DType dtype;  // of out
 };
 

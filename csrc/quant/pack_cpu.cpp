@@ -21,6 +21,7 @@ int integer(const uint8_t* block, int input) {
   } else {
     const int low = block[input / 8 * kStepBytes + input % 4] >> input % 8 / 4 * 4 & 15;
     if constexpr (kBits == 4) return low;
+    if constexpr (kBits == 5) return low | (block[4 * kStepBytes + input % 4] >> input / 4 & 1) << 4;
     const int high = block[(4 + input / 16) * kStepBytes + input % 4] >> input % 16 / 4 * 2 & 3;
     return (low | high << 4) - 32;
   }
@@ -46,7 +47,7 @@ template <int kBits, class Scale, class Out>
 void dequantize_row(const DequantizeParams& p, int64_t row, Out* out) {
   const int64_t group_inputs = kBits == 6 ? kBlockInputs / 2 : p.weight.group_blocks * kBlockInputs;
   const int64_t groups = p.k / group_inputs;
-  const int offset = kBits == 4 && p.weight.mins == nullptr ? 8 : 0;
+  const int offset = kBits < 6 && p.weight.mins == nullptr ? 1 << (kBits - 1) : 0;
   const uint8_t* tile = static_cast<const uint8_t*>(p.weight.q) + row / kTileRows * kTileRows * p.k * kBits / 8;
   for (int64_t group = 0; group < groups; ++group) {
     const float scale = number<Scale>(p.weight.scales, row, group, groups);
@@ -63,10 +64,12 @@ void dequantize_row(const DequantizeParams& p, int64_t row, Out* out) {
 template <class Fn>
 void dispatch_weight(const DequantizeParams& p, const Fn& fn) {
   if (p.bits == 6) return fn.template operator()<6, TwoLevel<16> >();
-  if (p.weight.has_two_levels()) return fn.template operator()<4, TwoLevel<32> >();
-  dispatch(p.weight.scale_dtype, [&]<class Scale>(Scale) {
-    p.bits == 4 ? fn.template operator()<4, Scale>() : fn.template operator()<8, Scale>();
-  });
+  const auto with_bits = [&]<class Scale>(Scale) {
+    if (p.bits == 4) fn.template operator()<4, Scale>();
+    if (p.bits == 5) fn.template operator()<5, Scale>();
+    if (p.bits == 8) fn.template operator()<8, Scale>();
+  };
+  p.weight.has_two_levels() ? with_bits(TwoLevel<32>{}) : dispatch(p.weight.scale_dtype, with_bits);
 }
 
 }  // namespace
@@ -83,6 +86,10 @@ void pack(const PackParams& p) {
       } else if (p.bits == 6) {
         if (pack_tile<6>(q, p.k, rows, p.k, out) > 63) {
           throw std::runtime_error("int6_pack: q must be -32..31 throughout");
+        }
+      } else if (p.bits == 5) {
+        if (pack_tile<5>(q, p.k, rows, p.k, out) > 31) {
+          throw std::runtime_error("int5_pack: q must be 0..31 throughout");
         }
       } else if (pack_tile<4>(q, p.k, rows, p.k, out) > 15) {
         throw std::runtime_error("int4_pack: q must be 0..15 throughout");

@@ -36,17 +36,38 @@ inline uint64_t pack_row6(const uint8_t* q, uint8_t* out) {
   return seen;
 }
 
+// Packs 32 inputs of a row of 5 bits, 0..31: four words of low bits and one of high bits. Returns the bits that some
+// byte of q has set.
+inline uint64_t pack_row5(const uint8_t* q, uint8_t* out) {
+  uint64_t seen = 0;
+  uint32_t high = 0;
+  for (int step = 0; step < 4; ++step) {
+    uint64_t eight;
+    std::memcpy(&eight, q + 8 * step, 8);
+    seen |= eight;
+    const uint64_t low = eight & 0x0f0f0f0f0f0f0f0fu, bits = eight >> 4 & 0x0101010101010101u;
+    const auto word = static_cast<uint32_t>(low | low >> 28);
+    std::memcpy(out + step * 4 * kTileRows, &word, 4);
+    high |= static_cast<uint32_t>(bits | bits >> 31) << 2 * step;
+  }
+  std::memcpy(out + 4 * 4 * kTileRows, &high, 4);
+  return seen;
+}
+
 // Packs `inputs` columns (a multiple of kBlockInputs) of a tile whose rows lie `stride` bytes apart; rows past `rows`
-// become zeros. Returns the bits that some byte of q has set, which for 4 bits must be the lowest four. For 6 bits it
+// become zeros. Returns the bits that some byte of q has set, which for 4 and 5 bits must be the lowest. For 6 bits it
 // returns those of q + 32, which must be the lowest six.
 template <int kBits>
 uint8_t pack_tile(const uint8_t* q, int64_t stride, int64_t rows, int64_t inputs, uint8_t* out) {
-  if constexpr (kBits == 6) {
-    constexpr int kBytes = kBlockInputs * kTileRows * 6 / 8;
+  if constexpr (kBits == 5 || kBits == 6) {
+    constexpr int kBytes = kBlockInputs * kTileRows * kBits / 8;
     uint64_t seen = 0;
     for (int64_t input = 0; input < inputs; input += kBlockInputs, out += kBytes) {
       if (rows < kTileRows) std::memset(out, 0, kBytes);
-      for (int64_t row = 0; row < rows; ++row) seen |= pack_row6(q + row * stride + input, out + 4 * row);
+      for (int64_t row = 0; row < rows; ++row) {
+        const uint8_t* inputs_of_row = q + row * stride + input;
+        seen |= kBits == 5 ? pack_row5(inputs_of_row, out + 4 * row) : pack_row6(inputs_of_row, out + 4 * row);
+      }
     }
     return bits_of_bytes(seen);
   }

@@ -1,4 +1,4 @@
-// Linear layers over packed weights: 8 bits, 6 bits, 4 bits, and 4-bit indices into a look-up table.
+// Linear layers over packed weights: 8, 6, 5 and 4 bits, and 4-bit indices into a look-up table.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +18,15 @@ struct TwoLevel {
   static constexpr int kGroups = kTwoLevelInputs / kGroup;
 };
 
-// w = scale * q + min (8 bits), scale * q (6 bits), scale * q + min or scale * (q - 8) (4 bits). The CPU's layout: see
-// quant/pack.h for a GPU's.
+// w = scale * q + min (8 bits), scale * q (6 bits), scale * q + min or scale * (q - 16) (5 bits), scale * q + min or
+// scale * (q - 8) (4 bits). The CPU's layout: see quant/pack.h for a GPU's.
 struct QuantizedWeight {
-  const void* q;              // int4: [tiles, k / 32, 4, 16, 4] uint8; int6: [tiles, k / 32, 6, 16, 4] uint8;
-                              // int8: [tiles, k / 32, 8, 16, 4] int8
-  const void* scales;         // [tiles, groups, 16]; two-level: [tiles, k / 256, 2 + 256 / group, 16] int8
-  const void* mins;           // as scales, or null
-  int64_t group_blocks;       // blocks of 32 inputs that share a scale; 1 for int6, whose groups are half a block
-  DType scale_dtype;          // of scales and mins, unless they are two-level: fp16 or fp32
-  int groups;                 // of a row; 0 if the scales are two-level: on a CPU always for int6, perhaps for int4
+  const void* q;         // [tiles, k / 32, bits, 16, 4], int8 for 8 bits, else uint8
+  const void* scales;    // [tiles, groups, 16]; two-level: [tiles, k / 256, 2 + 256 / group, 16] int8
+  const void* mins;      // as scales, or null
+  int64_t group_blocks;  // blocks of 32 inputs that share a scale; 1 for int6, whose groups are half a block
+  DType scale_dtype;     // of scales and mins, unless they are two-level: fp16 or fp32
+  int groups;            // of a row; 0 if the scales are two-level: on a CPU always for int6, perhaps for int4, int5
   uint64_t group_reciprocal;  // CUDA: 2^32 / group_blocks, rounded up
 
   // On a GPU: the group of a block of 32 inputs. A division by multiplication, exact as long as block * group_blocks <
@@ -55,6 +54,7 @@ struct LutGemmParams : QuantizedGemmParams {  // w = scale * table[q], 4 bits
 
 FASTINFER_CPU_KERNEL_TILES(int8_gemm, QuantizedGemmParams)
 FASTINFER_CPU_KERNEL_TILES(int6_gemm, QuantizedGemmParams)
+FASTINFER_CPU_KERNEL_TILES(int5_gemm, QuantizedGemmParams)
 FASTINFER_CPU_KERNEL_TILES(int4_gemm, QuantizedGemmParams)
 FASTINFER_CPU_KERNEL_TILES(lut_gemm, LutGemmParams)
 

@@ -1,4 +1,4 @@
-// The bindings that int4_gemm, int6_gemm and int8_gemm share, with one weight and with a stack of experts.
+// The bindings that int4_gemm, int5_gemm, int6_gemm and int8_gemm share, with one weight and with a stack of experts.
 #pragma once
 
 #include "common/cpu/launch_graph.h"
@@ -8,13 +8,13 @@
 namespace fastinfer {
 
 // Prepares a launch on a GPU with prepare(format, inputs of a group), and launches the product of kBits. There is none
-// of 6 bits on a GPU.
+// of 5 or 6 bits on a GPU.
 template <int kBits, class Prepare>
 void launch_quantized_gemm(const Checks& check, const Tensor& x, const Tensor& qweight, const Tensor& scales,
                            const std::optional<Tensor>& mins, const QuantizedGemmParams& params,
                            const Prepare& prepare) {
-  if constexpr (kBits == 6) {
-    cpu::launch(&cpu::int6_gemm, params);
+  if constexpr (kBits == 5 || kBits == 6) {
+    cpu::launch(kBits == 5 ? &cpu::int5_gemm : &cpu::int6_gemm, params);
     return;
   }
   if (gpu_of(x) != nullptr) {
@@ -35,7 +35,10 @@ Tensor quantized_gemm(const Output& output, const Tensor& x, const Tensor& qweig
                       const std::optional<Tensor>& norm_weight, double eps,
                       const std::optional<std::string>& activation, const std::optional<Tensor>& residual,
                       int64_t activation_bits) {
-  constexpr const char* kName = kBits == 4 ? "int4_gemm" : kBits == 6 ? "int6_gemm" : "int8_gemm";
+  constexpr const char* kName = kBits == 4   ? "int4_gemm"
+                                : kBits == 5 ? "int5_gemm"
+                                : kBits == 6 ? "int6_gemm"
+                                             : "int8_gemm";
   const Checks check(kName, x);
   const QuantizedWeight weight = quantized_weight(check, qweight, scales, mins, out_features, kBits);
   Tensor out;
@@ -57,6 +60,7 @@ Tensor grouped_quantized_gemm(const Output& output, const Tensor& x, const Tenso
                               const Tensor& expert_start, const std::optional<Tensor>& bias,
                               const std::optional<std::string>& activation, int64_t activation_bits) {
   constexpr const char* kName = kBits == 4   ? "grouped_int4_gemm"
+                                : kBits == 5 ? "grouped_int5_gemm"
                                 : kBits == 6 ? "grouped_int6_gemm"
                                              : "grouped_int8_gemm";
   const Checks check(kName, x);

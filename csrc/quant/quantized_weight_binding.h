@@ -36,7 +36,7 @@ inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweig
                 "out_features must fit qweight's ", tiles, " tiles of ", kTileRows, " rows, got ", out_features);
   check.dtype(qweight, "qweight", bits == 8 ? ScalarType::Char : ScalarType::Byte);
   check.contiguous(qweight, "qweight");
-  if (bits == 6 || (bits == 4 && scales.scalar_type() == ScalarType::Char)) {
+  if (bits == 6 || (bits < 6 && scales.scalar_type() == ScalarType::Char)) {
     check_two_level(check, scales, "scales", tiles, blocks, bits);
     if (mins) check_two_level(check, *mins, "mins", tiles, blocks, bits);
     QuantizedWeight weight{};

@@ -2,7 +2,6 @@
 
 #include "binding/batch_invariant.h"
 #include "binding/constant_weights.h"
-#include "binding/prompt_rows.h"
 #include "gemm/gemm_binding.h"
 #include "quant/quantized_weight_binding.h"
 
@@ -52,7 +51,7 @@ Tensor w8a8_gemm(const Output& output, const Tensor& x, const Tensor& x_scales, 
   params.k = params.x_stride = k;
   params.weight = weight;
   params.weight_memory = memory_of(qweight);
-  params.first_prompt_row = first_prompt_row();
+  params.first_prompt_row = m < kFewestTileRows ? m : 0;
   params.x_scales = static_cast<const float*>(x_scales.data_ptr());
   if (m == 0) return out;
   if (const cuda::Device* const gpu = gpu_of(x)) {

@@ -10,6 +10,10 @@ namespace fastinfer {
 
 inline constexpr int64_t kMostW8a8Inputs = 131'040;  // a sum of so many products of -128 fits int32
 
+// From so many rows on, all of them are computed in tiles where the CPU has them. A sum of integers is the same in
+// tiles and in vectors, so a row's result depends neither on how many there are nor on its role.
+inline constexpr int64_t kFewestTileRows = 16;
+
 struct W8a8GemmParams : GemmParams {  // x: int8, contiguous; dtype: of residual and out
   QuantizedWeight weight;             // 8 bits, one group
   const float* x_scales;              // [m]

@@ -24,21 +24,31 @@ void throw_out_of_range() {
 constexpr int kTileBytesInputs = 64;  // bytes in a row of a tile
 constexpr int64_t kBlockBytes = kBlockInputs * kTileRows;
 
+// A row of x as rows of tiles, kTileBytes apart.
+void pack_row(const int8_t* x, int64_t k, uint8_t* out) {
+  int8_t least = 0;
+  for (int64_t i = 0; i < k; ++i) least = std::min(least, x[i]);
+  if (least == -128) throw_out_of_range();
+  for (; k >= kTileBytesInputs; k -= kTileBytesInputs, x += kTileBytesInputs, out += kTileBytes) {
+    std::memcpy(out, x, kTileBytesInputs);
+  }
+  if (k > 0) std::fill(std::copy_n(x, kBlockInputs, out), out + kTileBytesInputs, uint8_t{0});
+}
+
 // x as whole tiles of 16 rows by 64 inputs; what is missing in the last ones is zero.
 PackedRows pack_bytes(const W8a8GemmParams& p) {
-  const int64_t rows = p.m - p.first_prompt_row, steps = (p.k + kTileBytesInputs - 1) / kTileBytesInputs;
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t steps = (p.k + kTileBytesInputs - 1) / kTileBytesInputs;
+  const int64_t tiles = (p.m + kTileRows - 1) / kTileRows;
   auto* data = scratch_array<uint8_t>(kActivations, tiles * steps * kTileBytes);
   int64_t* first = scratch_array<int64_t>(kRowTiles, 1);
   *first = 0;
   parallel_for(tiles * kTileRows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       uint8_t* out = data + row / kTileRows * steps * kTileBytes + row % kTileRows * kTileRowBytes;
-      const auto* x = static_cast<const int8_t*>(p.x) + (p.first_prompt_row + row) * p.k;
-      if (row < rows && std::find(x, x + p.k, int8_t{-128}) != x + p.k) throw_out_of_range();
-      for (int64_t input = 0; input < p.k; input += kTileBytesInputs, out += kTileBytes) {
-        std::fill_n(out, kTileBytesInputs, uint8_t{0});
-        if (row < rows) std::memcpy(out, x + input, std::min<int64_t>(kTileBytesInputs, p.k - input));
+      if (row < p.m) {
+        pack_row(static_cast<const int8_t*>(p.x) + row * p.k, p.k, out);
+      } else {
+        for (int64_t step = 0; step < steps; ++step) std::fill_n(out + step * kTileBytes, kTileRowBytes, uint8_t{0});
       }
     }
   });
@@ -48,17 +58,17 @@ PackedRows pack_bytes(const W8a8GemmParams& p) {
 // Two blocks of a packed weight are a tile as it is. The sums, and so the results, are those of the vectors.
 void run_tiles(const W8a8GemmParams& p) {
   const PackedRows x = pack_bytes(p);
-  const int64_t rows = p.m - p.first_prompt_row, tiles = (p.n + kTileRows - 1) / kTileRows;
+  const int64_t tiles = (p.n + kTileRows - 1) / kTileRows;
   const int64_t blocks = p.k / kBlockInputs, whole = blocks / 2;  // steps
   const int64_t parts = std::max<int64_t>(1, (whole + kPanelSteps - 1) / kPanelSteps);
   const int64_t sweep = std::clamp(kSweepBytes / std::max<int64_t>(p.k, 1) / kUnitRows * kUnitRows,
                                    int64_t{2 * kUnitRows}, kMostSweepRows);
-  for_each_run(p, (tiles + 1) / 2, [&](int64_t, int64_t first, int64_t last, int64_t, int64_t) {
+  for_each_run(p, (tiles + 1) / 2, 0, [&](int64_t, int64_t first, int64_t last, int64_t first_row, int64_t end_row) {
     alignas(64) uint8_t half[2 * kTileBytes] = {};
     alignas(64) int32_t sums[kMostSweepRows * kUnitRows];
     Tiles registers;
-    for (int64_t row0 = 0; row0 < rows; row0 += sweep) {
-      const int64_t count = std::min(sweep, rows - row0);
+    for (int64_t row0 = first_row; row0 < end_row; row0 += sweep) {
+      const int64_t count = std::min(sweep, end_row - row0);
       const auto multiply = [&](TileRows weight, int64_t begin, int64_t steps) {
         for (int64_t row = 0; row < count; row += kUnitRows) {
           const auto product = row + kTileRows < count ? multiply_tiles<2, int32_t> : multiply_tiles<1, int32_t>;
@@ -83,12 +93,11 @@ void run_tiles(const W8a8GemmParams& p) {
           const f32v scale = weight_scales(p, unit * kUnitRows + column);
           for (int64_t row = 0; row < count; ++row) {
             int32_t* const sum = sums + row * kUnitRows + column;  // becomes the product
-            store_as(sum, to_f32(load_as<i32v>(sum)) * scale * p.x_scales[p.first_prompt_row + row0 + row]);
+            store_as(sum, to_f32(load_as<i32v>(sum)) * scale * p.x_scales[row0 + row]);
           }
         }
         dispatch(p.dtype, [&]<class T>(T) {
-          epilogue<T>(p, 0, unit, p.first_prompt_row + row0, static_cast<int>(count),
-                      reinterpret_cast<const float*>(sums), kUnitRows);
+          epilogue<T>(p, 0, unit, row0, static_cast<int>(count), reinterpret_cast<const float*>(sums), kUnitRows);
         });
       }
     }

@@ -19,12 +19,26 @@ from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory, room_on
-from fastinfer.engine.placement import cache_shares, common_dtype, place_model, room_on_devices, weight_bytes_by_device
+from fastinfer.engine.placement import (
+    cache_shares,
+    common_dtype,
+    place_model,
+    room_on_devices,
+    room_on_ranks,
+    weight_bytes_by_device,
+)
 from fastinfer.engine.rank_process import RankTask, start_ranks
 from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
-from fastinfer.models import LoadWeights, Model, load_model, load_weights, open_checkpoint
+from fastinfer.models import (
+    LoadWeights,
+    Model,
+    load_model,
+    load_weights,
+    open_checkpoint,
+    open_mtp_checkpoint,
+)
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.fingerprint import fingerprint
@@ -37,7 +51,7 @@ from fastinfer.parallel.division import Layout
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.layer_split import stages_of
 from fastinfer.parallel.ranks import Ranks
-from fastinfer.parallel.support import check_divisible
+from fastinfer.parallel.support import check_divisible, check_gpus
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, pinned_prompt_job
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
@@ -67,8 +81,9 @@ class LLM:
             places layers on several devices (``"cuda:0=24,cuda:1=8"``), or a model's experts on another one
             (``"cuda+cpu"``): docs/placement.md.
         draft_model: name or path of a smaller model with the same vocabulary, or of a draft head, that drafts tokens
-            for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). Draft heads:
-            docs/draft-heads.md. Without either, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
+            for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). ``"mtp"``
+            drafts with the model's own layer for multi-token prediction. Draft heads: docs/draft-heads.md. Without any
+            of these, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
             for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.
@@ -84,8 +99,9 @@ class LLM:
         enable_prefix_caching, num_speculative_tokens, sparse_attention, max_loras, max_cpu_loras, max_lora_rank,
             deterministic, enforce_eager: see :class:`fastinfer.engine.config.EngineConfig`.
         tensor_parallel_size: number of processes of this machine that compute the model together, each with a part of
-            every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
-            works with it, and when it pays: docs/tensor-parallelism.md.
+            every weight and of the machine's threads. Results are bitwise those of one process. On GPUs, process i is
+            on the GPU whose number is i more than that of ``device``, and the layout must be ``"reduce"``. What works
+            with it, and when it pays: docs/tensor-parallelism.md.
         tensor_parallel_layout: see :class:`fastinfer.engine.config.EngineConfig`.
         pipeline_parallel_size: number of stages, processes of this machine that compute the model together, each some
             of its layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What
@@ -187,11 +203,21 @@ class LLM:
         if kv_offloading_dir is not None:
             prepare_folder(Path(kv_offloading_dir))  # before the weights are loaded, which takes longer
         precision = Precision.of(dtype, device)
-        names = [model] if draft_model is None else [model, draft_model]
-        paths = [hub.resolve(name) for name in names]
-        checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
+        path = hub.resolve(model)
+        sources = [partial(open_checkpoint, path, precision.exact)]
+        if draft_model == hub.MTP:
+            sources.append(partial(open_mtp_checkpoint, path, precision.exact))
+        elif draft_model is not None:
+            sources.append(partial(open_checkpoint, hub.resolve(draft_model), precision.exact))
+        checkpoints = [source() for source in sources]
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size, tensor_parallel_layout)
+        if tensor_parallel_size > 1 and device != "cpu":
+            if draft_model is not None:
+                raise RequestError(
+                    f"draft_model must be None with {tensor_parallel_size=} on GPUs, got {draft_model!r}"
+                )
+            check_gpus([config.device_of(rank) for rank in range(tensor_parallel_size)])
         stages = stages_of(checkpoints[0], pipeline_parallel_size)
         layer_places = place_model(checkpoints[0], places) if is_placed else ()
         size = _choose_kv_cache_size(config, checkpoints, share, layer_places)
@@ -200,7 +226,7 @@ class LLM:
         defaults = sampling_defaults(checkpoints[0])
         ranks = task = None
         if config.num_ranks > 1:
-            task = RankTask(paths[0], dtype, config, size, stages)
+            task = RankTask(path, dtype, config, size, stages)
             ranks = start_ranks(task)
         with (
             _closed_on_error(ranks),
@@ -220,18 +246,22 @@ class LLM:
 
             def load_models() -> list[Model]:
                 return [
-                    load(open_checkpoint(path, precision.exact), dtype, device, size.max_model_len)
-                    for path, load in zip(paths, loads, strict=True)
+                    load(source(), dtype, device, size.max_model_len)
+                    for source, load in zip(sources, loads, strict=True)
                 ]
 
+            if ranks is not None:
+                ranks.wait_until_ready()
             identity = fingerprint(checkpoints, precision, size.max_model_len)
             encoder = image_encoder_of(checkpoints[0], precision, device)
             # Shared weights stay in memory for the other replicas: sleep of level 2 would free nothing.
             reload = None if share is not None and share.weights else load_models
+            if ranks is not None and device != "cpu":
+                ranks.group.start_together()  # to record their steps
             self.engine = Engine(
                 loaded, self.tokenizer, config, draft, defaults, size, reload, identity, encoder, ranks
             )
-            if ranks is not None:
+            if ranks is not None and device != "cpu":
                 ranks.wait_until_ready()
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
@@ -590,7 +620,7 @@ def _load_part(
     task: RankTask, group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None
 ) -> Model:
     """Load rank 0's part of a model, as :func:`fastinfer.models.load_weights` loads a whole one."""
-    assert (dtype, device, max_model_len) == (task.dtype, "cpu", task.size.max_model_len)
+    assert (dtype, device, max_model_len) == (task.dtype, task.config.device, task.size.max_model_len)
     return task.load_model(checkpoint, group)
 
 
@@ -625,6 +655,8 @@ def _choose_kv_cache_size(
         sizes = Counter(weight_bytes_by_device(checkpoints[0], places))
         sizes[config.device] += sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints[1:])
         room = room_on_devices(config, cache_shares(config, models, places), sizes)
+    elif config.num_ranks > 1 and config.device != "cpu":
+        room = room_on_ranks(config, models[0], checkpoints[0].weight_bytes(config.device))
     else:
         weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
         room = room_on(config, config.device, weight_bytes, None if share is None else share.memory(weight_bytes))

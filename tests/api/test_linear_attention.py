@@ -10,7 +10,7 @@ import transformers
 from support.tiny_folder import write_tiny_folder
 
 from fastinfer import LLM, SamplingParams
-from fastinfer.cli import memory_bounds
+from fastinfer.cli import memory_bounds, memory_description
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import log_probabilities
 from fastinfer.models.hf_checkpoint import HFCheckpoint
@@ -83,7 +83,7 @@ def test_memory(folder: Path) -> None:
     assert memory_bounds.kv_cache_bytes(config, 2, torch.float16, 33, 2) == 2 * (keys_and_values + states)
     assert memory_bounds.attended_positions(config, 4).total() == num_layers * 10
     rates = memory_bounds.Rates(1e9, 1e9, 1e9)
-    described = memory_bounds.describe(str(folder), 64, 1, rates)
+    described = memory_description.describe(str(folder), 64, 1, rates)
     assert described["weights_bytes"] > 0
     assert described["num_layers"] == json.loads((folder / "config.json").read_text())["num_hidden_layers"]
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.toy import VOCAB_SIZE, ToyModel
+from support.eagle_heads import random_head, write_speculators
+from support.tiny_folder import write_tiny_folder
+from support.toy import VOCAB_SIZE, ToyModel, always_speculate
 from support.toy_subject import toy_subject
 from torch import Tensor
 
@@ -22,8 +24,9 @@ from fastinfer.benchmarks.prompts import SYSTEM
 from fastinfer.benchmarks.repack import repack, weight_bytes
 from fastinfer.benchmarks.replay import Job
 from fastinfer.benchmarks.subject import Subject
-from fastinfer.cli.arguments import ABLATION_ROWS
+from fastinfer.cli.arguments import ABLATION_ROWS, HEAD_ROW
 from fastinfer.cli.main import main
+from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.sampling_params import SamplingParams
@@ -32,7 +35,17 @@ from fastinfer.weights.weight import DenseWeight, Weight
 pytestmark = pytest.mark.slow
 
 Captured = pytest.CaptureFixture[str]
-SETTINGS = Settings("toy", requests=5, new_tokens=9, batch_size=2, speculative_tokens=3, limit_s=60.0)
+SETTINGS = Settings(
+    "toy",
+    requests=5,
+    new_tokens=9,
+    batch_size=2,
+    speculative_tokens=3,
+    limit_s=60.0,
+    document_tokens=64,
+    attended_tokens=128,
+)
+NEED_LAYERS = ("head", "sparse")  # which the toy model does not have
 SHARED = [(5 * i) % VOCAB_SIZE for i in range(40)]
 
 
@@ -52,7 +65,7 @@ def test_the_program_knows_the_rows() -> None:
     assert tuple(row.key for row in ROWS) == ABLATION_ROWS
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.key not in NEED_LAYERS], ids=lambda row: row.key)
 def test_each_row_does_the_whole_work_in_its_way(row: Row) -> None:
     toy = toy_subject()
     measured = measure(toy, row, SETTINGS, toy_jobs())
@@ -97,13 +110,57 @@ def test_gain_is_of_each_repeat() -> None:
     assert ablation.gain(ROWS[1], ROWS[:2], results) == 3.0
 
 
+def test_gain_is_relative_to_the_baseline() -> None:
+    runs = {row.key: [Measured(1.0, 10 * (1 + index), 0, [], [], 0, 1, 0, 0, 0, 0)] for index, row in enumerate(ROWS)}
+    rows = {row.key: row for row in ROWS}
+    index = ABLATION_ROWS.index("long")
+    assert ablation.gain(rows["sparse"], ROWS, runs) == pytest.approx((index + 3) / (index + 1))
+    assert ablation.gain(rows["sparse"], [rows["none"], rows["sparse"]], runs) == index + 3
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.key in NEED_LAYERS], ids=lambda row: row.key)
+def test_rows_that_need_layers(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = []
+    make_engine = Subject.make_engine
+
+    def remember(*args: Any, **options: Any) -> Engine:
+        engines.append(make_engine(*args, **options))
+        return engines[-1] if engines[-1].speculator is None else always_speculate(engines[-1])
+
+    monkeypatch.setattr(Subject, "make_engine", remember)
+    write_tiny_folder(tmp_path / "model", sizes={"num_hidden_layers": 4})
+    head = write_speculators(tmp_path / "head", random_head(), eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    tiny = Subject.load(str(tmp_path / "model"), "float32")
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    measured = measure(tiny, row, replace(SETTINGS, draft_head=str(head)), [Job([7, 8, 9], params)] * 3)
+    ablation.check_complete(row, measured)
+    assert (measured.num_drafted > 0) is row.draft_head
+    assert engines[0].config.sparse_attention == (128 if row.sparse_attention else None)
+
+
+def test_long_prompts_have_the_same_text_with_and_without_modules(subject: Subject) -> None:
+    rows = {row.key: row for row in ROWS}
+    settings = replace(SETTINGS, document_tokens=200)
+    plain, modules = (make_jobs(subject, rows[key], settings) for key in ("long", "modules"))
+    for whole, divided in zip(plain, modules, strict=True):
+        assert whole.layout is None
+        assert divided.layout is not None
+        assert divided.layout.as_read(divided.prompt_token_ids) == whole.prompt_token_ids
+    assert plain[0].prompt_token_ids[:8] != plain[1].prompt_token_ids[:8]
+    assert plain[0].prompt_token_ids[8:208] == plain[1].prompt_token_ids[8:208]
+    # The second prompt finds three blocks of 32 in each half of 100 tokens, and computes the first one again.
+    cached = measure(subject, rows["modules"], replace(settings, batch_size=1), modules[:2]).num_cached_tokens
+    assert cached == 2 * 2 * 32
+
+
 def test_the_workload_shares_its_beginning(subject: Subject) -> None:
-    jobs = make_jobs(subject, 12, 40)
+    settings = replace(SETTINGS, requests=12, new_tokens=40)
+    jobs = make_jobs(subject, ROWS[0], settings)
     assert len({tuple(job.prompt_token_ids) for job in jobs}) == 8
     shared = len(subject.tokenizer.encode(SYSTEM, add_special_tokens=False))
     assert len({tuple(job.prompt_token_ids[:shared]) for job in jobs}) == 1
     assert all(10 <= (job.params.max_tokens or 0) <= 40 for job in jobs)
-    assert make_jobs(subject, 12, 40) == jobs
+    assert make_jobs(subject, ROWS[0], settings) == jobs
 
 
 def layer_weights(layer: DecoderLayer) -> list[Weight]:
@@ -201,14 +258,14 @@ def test_ablation_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ablation, "_measure_in_process", run)
     assert main(["bench", "ablation", "--repeats", "2", "--out", str(tmp_path)]) == 0
-    assert order == [row.key for row in ROWS] * 2  # in turns
+    assert order == [key for key in ABLATION_ROWS if key != HEAD_ROW] * 2  # in turns
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["none", "2.0", "1.00", "-", "100.0", "200.0", "50", "90"]
     assert lines[2].split() == ["KV", "cache", "10.0", "5.00", "3", "0.50", "100.0", "200.0", "50", "90"]
-    assert "stopped after 2 of 10 tokens" in lines[10]
-    assert "4 of 8 drafts accepted; 10% of the tokens after the answer's own end" in lines[18]
+    assert "stopped after 2 of 10 tokens" in lines[13]
+    assert "4 of 8 drafts accepted; 10% of the tokens after the answer's own end" in lines[21]
     written = json.loads((tmp_path / "ablation.json").read_text())
-    assert list(written["rows"]) == list(ABLATION_ROWS)
+    assert list(written["rows"]) == order[: len(ROWS) - 1]
     assert written["rows"]["kv"]["runs"][0]["num_tokens"] == 10
     assert written["settings"]["repeats"] == 2
     assert (tmp_path / "ablation.png").stat().st_size > 1000
@@ -231,6 +288,7 @@ def test_options_reach_the_processes_of_an_ablation(monkeypatch: pytest.MonkeyPa
         return Measured(1.0, 10, 10, [0.5], [0.1, 0.2], 50_000_000, 90_000_000, 1, 0, 0, 0)
 
     monkeypatch.setattr(ablation, "_measure_in_process", run)
+    assert main(["bench", "ablation", "--rows=head"]) == 2
     options = "--device=cpu --dtype=float32 --kv-cache-dtype=int8 --context=200 --max-num-seqs=3 --threads=2"
     assert main(["bench", "ablation", "--rows=kv", "--repeats=1", *options.split()]) == 0
     [settings] = seen

@@ -43,6 +43,8 @@ CASES = {
     "generate x --max-tokens many": "--max-tokens",
     "generate x --top-p 2": "top_p must be",
     "generate x --speculate 16": "--speculate: expected an integer in 0..15",
+    "generate x --draft-model mtp": "--draft-model: expected --speculate of at least 1 with it, got none",
+    "serve --model model --speculate 2 --draft-model /no/such.gguf": "model '/no/such.gguf'",
     "generate x --regex=": "regex must be",
     "generate x --json-schema list.json": "list.json: json must be a JSON schema",
     "generate x --json-schema nowhere.json": "nowhere.json",

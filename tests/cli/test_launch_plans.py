@@ -27,6 +27,9 @@ def cases() -> Iterator[tuple[str, dict[str, int]]]:
             yield from ((op, {"m": m, "n": n, "k": k, "group": group}) for group in (32, 128, k) if k % group == 0)
     for seqs, head_dim in itertools.product((1, 7, 256), (64, 80, 96, 128, 256, 320, 512, 576)):
         yield "paged_attention", {"seqs": seqs, "head_dim": head_dim}
+    for tokens, heads, max_blocks in itertools.product((1, 77, 256), (1, 8), (1, 512, 8192)):
+        sizes = {"tokens": tokens, "q_heads": 4 * heads, "kv_heads": heads, "max_blocks": max_blocks}
+        yield from (("select_pages", sizes | {"head_dim": head_dim}) for head_dim in (64, 128, 512))
     for tokens, heads, head_dim in itertools.product((1, 77, 8192), (1, 8, 64), (64, 80, 128, 256)):
         cache = {"tokens": tokens, "kv_heads": heads, "head_dim": head_dim}
         yield "store_kv_cache", cache

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -9,32 +10,34 @@ from typing import Any
 
 import pytest
 import torch
+from support.eagle_heads import random_head, write_speculators
 from support.families import save_model
 from support.gguf_model_file import write_gguf
 from support.random_checkpoint import RandomCheckpoint, int4
 from torch import Tensor
 
 from fastinfer import _C
-from fastinfer.cli import memory_bounds, memory_report
+from fastinfer.cli import memory_bounds, memory_description, memory_report
+from fastinfer.cli.added_memory import draft_memory
 from fastinfer.cli.main import main
 from fastinfer.cli.memory_bounds import (
     KV_DTYPES,
     Rates,
     Weights,
     attended_positions,
-    describe,
     dtype_name,
     head_layouts,
     kv_cache_bytes,
     module_token_bytes,
     page_bounds_bytes,
 )
+from fastinfer.cli.memory_description import describe
 from fastinfer.engine.config import EngineConfig
 from fastinfer.errors import RequestError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.formats.unpacked import Lut
 from fastinfer.hub import DEFAULT_MODEL
-from fastinfer.models import open_checkpoint
+from fastinfer.models import load_weights, open_checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_config import read_gguf_config
@@ -166,7 +169,7 @@ def test_a_context_longer_than_any_rotary_table(tmp_path: Path, monkeypatch: pyt
     source.config = replace(source.config, max_position=2**30)  # type: ignore[misc]
     more = (2**30 - 256) * source.config.rotary_dim * 4
     assert Weights.of(source) == replace(short, memory_bytes=short.memory_bytes + more)
-    monkeypatch.setattr(memory_bounds, "open_checkpoint", lambda path: source)
+    monkeypatch.setattr(memory_description, "open_checkpoint", lambda path: source)
     assert describe(str(tmp_path), 1000, 2, RATES)["context"] == 1000
 
 
@@ -282,10 +285,10 @@ def test_rates_are_the_best_of_their_samples(monkeypatch: pytest.MonkeyPatch) ->
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A machine of 8 GiB, of which as much is available as its argument says."""
     monkeypatch.setattr(Rates, "measure", lambda: RATES)
-    monkeypatch.setattr(memory_bounds, "machine_facts", lambda: {"cpu": {"memory": 8 << 30}})
+    monkeypatch.setattr(memory_description, "machine_facts", lambda: {"cpu": {"memory": 8 << 30}})
 
     def set_available(count: int) -> None:
-        monkeypatch.setattr(memory_bounds, "available_memory", lambda device: count)
+        monkeypatch.setattr(memory_description, "available_memory", lambda device: count)
 
     set_available(4 << 30)
     return set_available
@@ -355,6 +358,26 @@ def test_mistakes(arguments: list[str], error: str, capsys: pytest.CaptureFixtur
     assert captured.out == ""
     assert error in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("machine")
+def test_memory_of_a_draft_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights with the table of positions, its keys and values, and the features."""
+    head = write_speculators(tmp_path / "head", random_head())
+    checkpoint = open_checkpoint(head)
+    found = draft_memory(checkpoint, KV_DTYPES, 100, 3)
+    loaded = load_weights(checkpoint, "auto", "cpu", 100)
+    assert found.weights_bytes == sum(tensor.nbytes for tensor in tensors_of(loaded).values())
+    block_size = EngineConfig().block_size
+    for dtype in KV_DTYPES:
+        cache = KVCache.of_model(checkpoint.config, [3 * num_blocks_for(100, block_size)], block_size, dtype, "cpu")
+        assert found.kv_cache_bytes[dtype_name(dtype)] == sum(rows.nbytes for rows in cache.rows)
+    alone, described = (describe(DEFAULT_MODEL, 100, 3, RATES, draft_model=name) for name in (None, str(head)))
+    added = found.weights_bytes + found.kv_cache_bytes["int8"]
+    assert described["total_bytes"]["int8"] == alone["total_bytes"]["int8"] + added
+    assert alone["draft"] is None
+    assert main(["info", "--memory", DEFAULT_MODEL, "--context", "100", "--draft-model", str(head)]) == 0
+    assert re.search(r"draft +[\d.]+ MiB of weights and a cache of [\d.]+ MiB, which", capsys.readouterr().out)
 
 
 def test_memory_of_each_device(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.helpers import assert_bitwise, num_threads
+from support.quantized_gemm import random_weight
+from torch import Tensor
 
 from fastinfer import _C, ops
 
@@ -36,6 +38,26 @@ def test_more_threads_than_items(tokens: int, count: int) -> None:
     with num_threads(count):
         assert_bitwise(ops.gemm(x, weight), expected[0])
         assert_bitwise(ops.rms_norm(x, torch.ones(64)), expected[1])
+
+
+@pytest.mark.parametrize("out_features", [16, 112])
+def test_units_that_are_cut_into_ranges_of_rows(out_features: int) -> None:
+    """Five threads share one unit, or seven; what they compute with is another kernel for each weight."""
+    x = torch.randn(307, 96)
+    weight = torch.randn(out_features, 96)
+    int4, (q, scales) = random_weight(4, out_features, 96), ops.quantize_int8(weight)
+    x_int8, x_scales = ops.quantize_int8(x)
+    int8 = {"qweight": ops.int8_pack(q), "scales": ops.pack_scales(scales[:, None]), "out_features": out_features}
+
+    def run() -> list[Tensor]:
+        packed = [ops.int4_gemm(x, **int4.packed, activation_bits=bits) for bits in (8, 32)]
+        return [*packed, ops.gemm(x, weight), ops.w8a8_gemm(x_int8, x_scales, **int8)]
+
+    with num_threads(1):
+        expected = run()
+    with num_threads(5):
+        for out, whole in zip(run(), expected, strict=True):
+            assert_bitwise(out, whole)
 
 
 def test_competing_callers() -> None:

@@ -8,14 +8,14 @@ import torch
 from support import reference
 from support.expert_stack import FORMATS as STACKS
 from support.expert_stack import ExpertStack, random_ids
-from support.helpers import GEMM_FUSIONS, assert_bitwise, gemm_options, per_thread_count
+from support.helpers import GEMM_FUSIONS, assert_bitwise, gemm_options, num_threads, per_thread_count
 from support.quantized_gemm import random_weight
 from support.tiles import in_tiles, run_in_software
 from torch import Tensor
 
 from fastinfer import ops
 
-FORMATS = ("int4", "int4 symmetric", "int4 two levels", "int6", "int8", "lut", "bf16", "fp16", "fp32")
+FORMATS = ("int4", "int4 symmetric", "int4 two levels", "int5", "int6", "int8", "lut", "bf16", "fp16", "fp32")
 Product = Callable[..., Tensor]
 
 
@@ -35,7 +35,7 @@ def product(name: str, out_features: int, in_features: int) -> tuple[Product, Te
     if dense is not None:
         weight = (torch.randn(out_features, in_features) * in_features**-0.5).to(dense)
         return lambda x, **options: ops.gemm(x, weight, **options), weight.float()
-    bits = {"int6": 6, "int8": 8}.get(name, 4)
+    bits = {"int5": 5, "int6": 6, "int8": 8}.get(name, 4)
     mins = name not in ("int4 symmetric", "lut")
     packed = random_weight(bits, out_features, in_features, mins=mins, two_level="two" in name)
     arguments: dict[str, Any] = dict(packed.packed)
@@ -334,16 +334,46 @@ def test_infinite_inputs_of_lora_spoil_no_other_row() -> None:
 
 
 @in_tiles
+@pytest.mark.parametrize("first", [0, 1000])
+@pytest.mark.parametrize("name", ["int4", "bf16"])
+def test_ranges_of_rows_of_a_unit_have_the_bits_of_all(name: str, first: int) -> None:
+    """Five threads share six units in tiles, or twelve in vectors, of which one or two are left to be cut."""
+    run, _ = product(name, 192, 96)
+    x = torch.randn(307, 96).bfloat16()
+    with ops.prompt_rows(first):
+        with num_threads(1):
+            expected = run(x)
+        with num_threads(5):
+            assert_bitwise(run(x), expected)
+
+
+def int8_product(x: Tensor, x_scales: Tensor, weight: dict[str, Any], **options: Any) -> Tensor:
+    """Row by row in vectors: tiles begin with 16 rows."""
+    residual = options.pop("residual", None)
+    rows = range(len(x))
+    added = [{} if residual is None else {"residual": residual[row : row + 1]} for row in rows]
+    return torch.cat([ops.w8a8_gemm(x[r : r + 1], x_scales[r : r + 1], **weight, **options, **added[r]) for r in rows])
+
+
+def int8_weight(q: Tensor) -> dict[str, Any]:
+    return {
+        "qweight": ops.int8_pack(q),
+        "scales": ops.pack_scales(torch.rand(len(q), 1)),
+        "out_features": len(q),
+    }
+
+
+@in_tiles
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features"),
     [
-        (1, 1, 32),
+        (16, 1, 32),
         (17, 33, 64),
         (33, 40, 96),
         (70, 128, 1056),
-        (5, 17, 3200),
+        (20, 17, 3200),
         (1100, 32, 128),
-        (2, 16, 131_040),
+        (16, 16, 131_040),
     ],
 )
 def test_int8_tiles_compute_integers(rows: int, out_features: int, in_features: int) -> None:
@@ -351,39 +381,39 @@ def test_int8_tiles_compute_integers(rows: int, out_features: int, in_features: 
     x = torch.randint(-127, 128, (rows, in_features)).to(torch.int8)
     q = torch.randint(-128, 128, (out_features, in_features)).to(torch.int8)
     x[0], q[0] = 127, -128
-    x_scales, scales = torch.rand(rows), torch.rand(out_features, 1)
-    weight = {"qweight": ops.int8_pack(q), "scales": ops.pack_scales(scales), "out_features": out_features}
-    sums = x.long() @ q.long().T
-    with ops.prompt_rows(0):
-        out = ops.w8a8_gemm(x, x_scales, **weight, dtype=torch.float32)
-    assert_bitwise(out, sums.float() * scales.flatten() * x_scales[:, None] + 0.0)
-    assert_bitwise(out, ops.w8a8_gemm(x, x_scales, **weight, dtype=torch.float32))
+    x_scales, weight = torch.rand(rows), int8_weight(q)
+    out = ops.w8a8_gemm(x, x_scales, **weight, dtype=torch.float32)
+    scales = weight["scales"].flatten()[:out_features]
+    assert_bitwise(out, (x.long() @ q.long().T).float() * scales * x_scales[:, None] + 0.0)
+    assert_bitwise(out, int8_product(x, x_scales, weight, dtype=torch.float32))
 
 
 @in_tiles
 @pytest.mark.parametrize("fusion", ["bias+residual", "bias+silu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_int8_tiles_with_fusions_and_rows_of_both_kinds(dtype: torch.dtype, fusion: str) -> None:
-    x, x_scales = torch.randint(-127, 128, (37, 160)).to(torch.int8), torch.rand(37)
-    weight = ops.int8_pack(torch.randint(-128, 128, (96, 160)).to(torch.int8)), ops.pack_scales(torch.rand(96, 1))
-    options = gemm_options(fusion, torch.empty(37, 160, dtype=dtype), 96, torch.float32)
-    expected = ops.w8a8_gemm(x, x_scales, *weight, 96, **options, dtype=dtype)
-    for first in (0, 1, 20, 36):
-        with ops.prompt_rows(first):
-            assert_bitwise(
-                *per_thread_count(lambda: ops.w8a8_gemm(x, x_scales, *weight, 96, **options, dtype=dtype)),
-            )
-            assert_bitwise(ops.w8a8_gemm(x, x_scales, *weight, 96, **options, dtype=dtype), expected)
+def test_int8_tiles_have_the_bits_of_the_vectors_for_any_number_of_rows(dtype: torch.dtype, fusion: str) -> None:
+    x, x_scales = torch.randint(-127, 128, (307, 160)).to(torch.int8), torch.rand(307)
+    weight = int8_weight(torch.randint(-128, 128, (96, 160)).to(torch.int8))
+    options = gemm_options(fusion, torch.empty(307, 160, dtype=dtype), 96, torch.float32) | {"dtype": dtype}
+    expected = int8_product(x, x_scales, weight, **options)
+    residual = options.pop("residual", None)
+    for rows in (15, 16, 17, 32, 33, 47, 307):
+        if residual is not None:
+            options["residual"] = residual[:rows]
+        for threads in (1, 2, 5):
+            with num_threads(threads):
+                assert_bitwise(ops.w8a8_gemm(x[:rows], x_scales[:rows], **weight, **options), expected[:rows])
 
 
 @in_tiles
 @pytest.mark.parametrize("row", [0, 18])
-def test_int8_tiles_refuse_what_the_vectors_refuse(row: int) -> None:
+@pytest.mark.parametrize("column", [0, 95])
+def test_int8_tiles_refuse_what_the_vectors_refuse(row: int, column: int) -> None:
     x = torch.zeros(19, 96, dtype=torch.int8)
-    x[row, 95] = -128
-    weight = ops.int8_pack(torch.ones(16, 96, dtype=torch.int8)), ops.pack_scales(torch.ones(16, 1))
-    with ops.prompt_rows(9), pytest.raises(RuntimeError, match=r"x must be -127\.\.127 throughout"):
-        ops.w8a8_gemm(x, torch.ones(19), *weight, 16, dtype=torch.float32)
+    x[row, column] = -128
+    weight = int8_weight(torch.ones(16, 96, dtype=torch.int8))
+    with pytest.raises(RuntimeError, match=r"x must be -127\.\.127 throughout"):
+        ops.w8a8_gemm(x, torch.ones(19), **weight, dtype=torch.float32)
 
 
 def multiply_slowly(x: Tensor, weight: Tensor) -> Tensor:

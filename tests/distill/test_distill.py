@@ -1,6 +1,7 @@
 """Distillation of a tiny model: records against the model alone, shards, stages, and the folder that a run leaves."""
 
 import random
+import re
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,20 @@ import pytest
 import torch
 from support.tiny_folder import write_tiny_folder
 
+from fastinfer.cli.added_memory import distillation_memory
 from fastinfer.cli.main import main
+from fastinfer.cli.memory_bounds import Weights
+from fastinfer.distill.recorder import record_bytes
+from fastinfer.distill.report import Report
 from fastinfer.distill.run import distill
 from fastinfer.distill.settings import Settings
 from fastinfer.distill.shards import Shards
+from fastinfer.distill.student import Student
 from fastinfer.distill.teacher import Teacher
 from fastinfer.distill.texts import read_texts
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import log_probabilities
-from fastinfer.models import load_model
+from fastinfer.models import load_model, open_checkpoint
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -92,6 +98,35 @@ def test_records_of_a_prompt_and_of_written_texts(folder: Path, teacher: Teacher
         check(records, expected(folder, text))
 
 
+def test_whole_distributions_follow_from_records(folder: Path) -> None:
+    whole = Teacher(str(folder / "teacher"), LENGTH, top_k=16, temperature=2.0, whole=True)
+    [text], recorded = whole.write_and_record([7, 8], 1, LENGTH, first_seed=5)
+    for records in (*recorded, *whole.record([text])):
+        assert list(records) == ["output"]
+        wanted = (expected(folder, text)["logits"][: LENGTH - 1] / 2.0).log_softmax(-1)
+        ours = whole.log_probs(records["output"])[: LENGTH - 1]
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0.1)
+
+
+def test_memory_is_what_a_training_allocates(folder: Path, teacher: Teacher) -> None:
+    checkpoint = open_checkpoint(folder / "teacher")
+    found = distillation_memory(checkpoint, Weights.of(checkpoint))
+    student = Student.open(folder / "teacher", 4, is_cut=True)
+    trained = [parameter for parameter in student.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    student.logits(torch.tensor([[5, 6, 7]])).sum().backward()
+    optimizer.step()
+    tensors = [*student.model.parameters(), *(parameter.grad for parameter in trained)]
+    tensors += [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert 4 * found["layer_bytes"] + found["vocabulary_bytes"] == pytest.approx(
+        sum(tensor.nbytes for tensor in tensors), rel=0.01
+    )
+    [records] = teacher.record([list(range(60, 60 + LENGTH))])
+    size = sum(records[name][0].nbytes for name in ("tokens", "log_probs", "tail"))
+    assert record_bytes(records["tokens"].shape[1]) == size + 4  # with the token itself, int32
+    assert found["record_bytes"] == record_bytes(64)
+
+
 def test_shards_are_read_again_but_not_those_of_another_run(folder: Path, teacher: Teacher, tmp_path: Path) -> None:
     texts = read_texts("self", None, teacher, LENGTH)
     first = Shards(tmp_path, teacher, texts, {"top_k": 16})
@@ -112,10 +147,21 @@ def ticks(minutes: float = 1.0) -> Any:
     return lambda: next(times)
 
 
+def check_gaps(report: Report) -> None:
+    """Each stage has a gap of its own, from its first point to the teacher."""
+    for num_layers in {point.num_layers for point in report.points}:
+        first, *_, last = (point for point in report.points if point.num_layers == num_layers)
+        closed = first.judgement.loss - last.judgement.loss
+        assert report.gap_closed(first) == 0
+        assert report.gap_closed(last) == pytest.approx(closed / (first.judgement.loss - report.teacher_loss))
+        assert re.search(rf"student, before +{num_layers} ", str(report))
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"stages": (3, 2), "losses": ("logit", "hidden", "attention"), "divergence": "jsd"},
+        {"student": "layers:0,3", "losses": ("logit", "ce"), "divergence": "rkl"},
         {"student": "layers:0,3", "losses": ("ce",)},
     ],
 )
@@ -124,6 +170,7 @@ def test_a_run(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     settings = Settings(teacher, data, minutes=1.0, context=LENGTH, learning_rate=3e-3, **options)
     report = distill(settings, tmp_path, clock=ticks())
     assert report.points[-1].judgement.loss < report.points[0].judgement.loss
+    check_gaps(report)
     model, _ = load_model(tmp_path / "model", "float32")
     assert model.config.num_layers == 2
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -131,6 +178,18 @@ def test_a_run(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     (ours,) = log_probabilities(model, [ids], torch.float32)
     with torch.inference_mode():
         torch.testing.assert_close(ours, theirs(torch.tensor([ids])).logits[0].log_softmax(-1), rtol=0, atol=1e-3)
+
+
+def test_a_run_without_time_for_a_step_leaves_no_model(folder: Path, tmp_path: Path) -> None:
+    """The second stage begins when the time is over: its layers are dropped, but nothing is left to train them."""
+    settings = Settings(str(folder / "teacher"), str(folder / "text.txt"), 1.0, stages=(3, 2), context=LENGTH)
+    with pytest.raises(
+        RequestError, match="minutes: expected more time for the stage of 2 layers, got 1: none was left"
+    ):
+        distill(settings, tmp_path, clock=ticks(15))
+    with pytest.raises(RequestError, match="for the stage of 3 layers"):
+        distill(settings, tmp_path, clock=ticks(120))
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_student_of_another_width(folder: Path, tmp_path: Path) -> None:

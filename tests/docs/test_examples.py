@@ -148,3 +148,11 @@ def test_distill(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     train, unseen = ((tmp_path / name).read_text() for name in ("train.txt", "unseen.txt"))
     assert len(train) > 10 * len(unseen) > 100_000
     assert not set(train.split("\n\n")) & set(unseen.split("\n\n"))
+
+
+def test_sparse_attention(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("What comes next is " * 40)
+    options = ["--model", str(tiny_model), "--context", "200", "--budget", "128", "--max-tokens", "4"]
+    example("sparse_attention").main([str(tmp_path / "text.txt"), *options])
+    names = re.findall(r"^\[(.*): [\d.]+ ms per token\]$", capsys.readouterr().out, re.MULTILINE)
+    assert names == ["dense", "sparse, 128 of 200 tokens"]

@@ -167,6 +167,12 @@ def one_long_context(make: Make) -> Forced:
     return serve(make(max_num_batched_tokens=96), [[i % VOCAB_SIZE for i in range(85)]])
 
 
+def sparse_attention(make: Make) -> Forced:
+    """In the last layer each generated token reads four pages of up to seven."""
+    engine = make(max_num_batched_tokens=64, sparse_attention=32)
+    return serve(engine, [[i % VOCAB_SIZE for i in range(50)], [3, 1, 4]], replace(PARAMS, max_tokens=4))
+
+
 SCENARIOS = [
     decodes,
     chunked_prefill,
@@ -354,6 +360,21 @@ def test_deterministic_caches(cache_dtype: torch.dtype, device: str) -> None:
     assert differing_logits(engine, alone(device, **limits)) == []
 
 
+def test_deterministic_sparse_attention(device: str) -> None:
+    """Also beside prompts, which attend to everything; and with room for all pages it is dense."""
+
+    def run(prepare: Callable[[Any], Any] = lambda engine: engine, **limits: Any) -> Forced:
+        engine = prepare(deterministic(device, **limits))
+        return serve(engine, MIXED_PROMPTS[2:4], replace(PARAMS, max_tokens=4))
+
+    one_by_one = {"max_num_seqs": 1, "max_num_batched_tokens": 96}
+    dense, expected = run(**one_by_one), run(**one_by_one, sparse_attention=32)
+    assert {key[0] for key in differing_logits(expected, dense)} == {0}  # the longer one
+    assert differing_logits(run(max_num_batched_tokens=19, sparse_attention=32), expected) == []
+    assert differing_logits(run(always_speculate, num_speculative_tokens=3, sparse_attention=32), expected) == []
+    assert differing_logits(run(**one_by_one, sparse_attention=96), dense) == []
+
+
 def assert_the_same_beside_adapters(adapters: list[Path], device: str) -> None:
     """A request without an adapter is computed as those beside it that have one."""
 
@@ -449,6 +470,7 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
         copies_on_write,
         int8_cache,
         sampling,
+        sparse_attention,
     ],
 )
 def test_graphs_change_nothing(scenario: Callable[[Make], Forced], device: str, recorded: Make) -> None:

@@ -85,8 +85,6 @@ def test_preemption_drafts_and_sleep(folders: dict[str, str]) -> None:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with a model on several devices, got 2"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1 with a model on several devices, got 2"),
-        ({"max_loras": 1}, "max_loras must be 0 with a model on several devices, got 1"),
-        ({"kv_offloading_size": 0.1}, "kv_offloading_size must be None with a model on several devices, got 0.1"),
         ({"sparse_attention": 512}, "sparse_attention must be None with a model on several devices, got 512"),
         ({"device": "cpu,cpu,cpu,cpu,cpu"}, "device: expected at most 4 places for the model's layers, got 5"),
         ({"device": "cpu,cpux"}, "device: expected a list like .*, got 'cpux' in it"),

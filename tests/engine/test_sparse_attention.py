@@ -149,8 +149,7 @@ LATENT = {
     ("changes", "limits", "message"),
     [
         ({}, {"sparse_attention": 15}, "sparse_attention must be an integer in 16.."),
-        ({}, {"tensor_parallel_size": 2}, "sparse_attention must be None with tensor_parallel_size=2, got 16"),
-        ({}, {"device": "cuda"}, "sparse_attention must be None on device 'cuda', got 16"),
+        ({}, {"tensor_parallel_size": 3}, "sparse_attention needs a KV head for each rank, got 2 for 3 ranks"),
         ({"windows": (0, 0, 8)}, {}, "sparse_attention needs layers with full attention after the first 2"),
         (LATENT, {}, "sparse_attention needs layers with full attention after the first 2"),
         ({"kv_shapes": (KVShape(2, 12),) * 3}, {}, r"needs a head_dim that is a multiple of 8, got \[12\]"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastinfer import _C, ops
 from fastinfer.errors import UnsupportedModelError
-from fastinfer.formats.gguf_rows import QUANTIZED_TYPES, TWO_LEVEL_BITS, GGUFRows
+from fastinfer.formats.gguf_rows import FIVE_BIT_TYPES, QUANTIZED_TYPES, TWO_LEVEL_BITS, GGUFRows
 from fastinfer.formats.gguf_types import GGUFType
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concatenate
 from fastinfer.weights.expert_weights import QuantizedExperts, make_expert_weights
@@ -77,7 +77,8 @@ def test_unpacked_and_packed(kind: GGUFType, scale: float, threads: int) -> None
         assert_same(unpacked, expected)
         if kind in TWO_LEVEL_BITS:
             q, numbers = two_level_reference(data, kind)
-            assert_bitwise(packed.qweight, (reference.int4_pack if kind is GGUFType.Q4_K else reference.int6_pack)(q))
+            pack = {4: reference.int4_pack, 5: reference.int5_pack, 6: reference.int6_pack}[TWO_LEVEL_BITS[kind]]
+            assert_bitwise(packed.qweight, pack(q))
             stored = (packed.scales,) if packed.mins is None else (packed.scales, packed.mins)
             for got, (integers, factors) in zip(stored, numbers, strict=True):
                 assert_bitwise(got, ops.pack_two_level_scales(integers, factors))
@@ -87,6 +88,9 @@ def test_unpacked_and_packed(kind: GGUFType, scale: float, threads: int) -> None
             assert_bitwise(packed.values, expected.values)
             continue
         qweight, scales, mins = packed_reference(expected)
+        if kind in FIVE_BIT_TYPES:
+            qweight = reference.int5_pack((expected.q + (16 if mins is None else 0)).view(torch.uint8))
+            assert_bitwise(packed.rows(None, torch.float32), expected.dequantize())
         assert_bitwise(packed.qweight, qweight)
         assert_bitwise(packed.scales, scales)
         assert (getattr(packed, "mins", None) is None) == (mins is None)
@@ -140,16 +144,16 @@ def test_scales_too_large_for_fp16(kind: GGUFType) -> None:
 @pytest.mark.parametrize("unpacked", [False, True])
 def test_scales_too_large_for_fp16_in_one_part(first: int, unpacked: bool) -> None:
     """Or in one of a mixture's experts: scales become fp32, exactly. Parts behind it are not rounded to fp16 at all."""
-    parts = [random_file(GGUFType.Q5_K, 32, 2, scale) for scale in (1e-2, 6e4)]
+    parts = [random_file(GGUFType.IQ3_S, 32, 2, scale) for scale in (1e-2, 6e4)]
     parts = [parts[first], parts[1 - first]]
-    rows: list[Unpacked] = [GGUFRows.of(part, GGUFType.Q5_K, False) for part in parts]
+    rows: list[Unpacked] = [GGUFRows.of(part, GGUFType.IQ3_S, False) for part in parts]
     weights = [row.unpack() for row in rows] if unpacked else rows
     if not unpacked:
         file = np.concatenate(parts)
-        weights = [GGUFRows.of(half, GGUFType.Q5_K, False) for half in (file[:32], file[32:])]
+        weights = [GGUFRows.of(half, GGUFType.IQ3_S, False) for half in (file[:32], file[32:])]
     packed = make_weight(iter(weights), 8, out_features=64)
     exact = False, not unpacked and first == 1
-    references = [unpack_reference(part, GGUFType.Q5_K, e).dequantize() for part, e in zip(parts, exact, strict=True)]
+    references = [unpack_reference(part, GGUFType.IQ3_S, e).dequantize() for part, e in zip(parts, exact, strict=True)]
     expected = torch.cat(references)
     assert packed.scales.dtype == packed.mins.dtype == torch.float32
     assert_bitwise(packed.rows(None, torch.float32), expected)

@@ -8,24 +8,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.eagle_heads import drafted_logits, random_head, write_specforge, write_speculators
+from support.drafts import GREEDY, OPTIONS, recorded_drafts, texts
+from support.eagle_heads import drafted_logits, random_head, write_gguf_head, write_specforge, write_speculators
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
 from support.toy import always_speculate
 from torch import Tensor
 
 from fastinfer import LLM, SamplingParams
-from fastinfer.engine.batch_inputs import StepResult
-from fastinfer.engine.chunk import Chunk
-from fastinfer.engine.logits_row import LogitsRow
-from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError, UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.structured_output import StructuredOutputsParams
 
 NUM_LAYERS = 7
-PROMPTS: Any = [{"prompt_token_ids": [5, 9, 200, 31, 7] * count} for count in (1, 9, 4)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "block_size": 8, "max_num_batched_tokens": 16}
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +32,6 @@ def with_head(model: Path, head: Path, **options: Any) -> LLM:
     llm = LLM(str(model), draft_model=str(head), num_speculative_tokens=3, **OPTIONS | options)
     always_speculate(llm.engine)
     return llm
-
-
-def recorded_drafts(llm: LLM) -> list[tuple[list[int], int, Tensor]]:
-    """What the head drafts from now on: the text, how many of its last tokens are drafts, and the logits."""
-    worker, drafts = llm.engine.draft_worker, []
-    assert worker is not None
-    run = worker.run
-
-    def record(chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
-        result = run(chunks, rows, drawn)
-        for row, logits in zip(rows, result.logits, strict=True):
-            drafts.append(([*row.sequence.token_ids, *row.drafts], len(row.drafts), logits.clone()))
-        return result
-
-    worker.run = record  # type: ignore[method-assign]
-    return drafts
 
 
 @pytest.mark.parametrize(
@@ -72,6 +51,7 @@ def recorded_drafts(llm: LLM) -> list[tuple[list[int], int, Tensor]]:
             (2, 3, 4),
         ),
         (write_specforge, 3, {}, (2, 3, 4)),
+        (write_gguf_head, 3, {"extract_layers": [1, 3, 6], "norm_before_residual": True}, (1, 3, 6)),
         (write_specforge, 2, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 4]}}, (1, 5)),
     ],
 )
@@ -88,11 +68,6 @@ def test_drafts_are_those_of_the_reference(
     drafts = recorded_drafts(llm)
     assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
     check(drafts[::5], model, head, expected_aux, **settings)
-
-
-def texts(llm: LLM, params: SamplingParams, **options: Any) -> list[list[list[int]]]:
-    outputs = llm.generate(PROMPTS, params, **options)
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 def check(
@@ -200,6 +175,43 @@ def test_wrong_heads_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         with_head(model, write_speculators(tmp_path / "head", random_head(), **config))
+
+
+def test_gguf_heads_may_have_the_models_embedding_and_vocabulary(model: Path, tmp_path: Path) -> None:
+    head = random_head()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model)
+    shared = {"embed_tokens.weight": whole.model.embed_tokens.weight.detach(), "lm_head.weight": whole.lm_head.weight}
+    own = {name: values for name, values in head.items() if name not in (*shared, "d2t")}
+    path = write_gguf_head(tmp_path / "head", own, extract_layers=[2, 3, 4])
+    with pytest.raises(RequestError, match="the model must be a whole one, got a draft head"):
+        LLM(str(path))
+    llm = with_head(model, path)
+    drafts = recorded_drafts(llm)
+    texts(llm, GREEDY)
+    check(drafts[::9], model, own | {name: values.detach() for name, values in shared.items()}, (2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "damage", "error", "message"),
+    [
+        ({"extract_layers": [3, 1, 2]}, {}, GGUFFormatError, r"extract_layers must be ascending .* got \[3, 1, 2\]"),
+        ({"target_hidden_size": 80}, {}, UnsupportedModelError, "must be the hidden size of 64, got 80"),
+        ({}, {"d2t": -torch.arange(97)}, GGUFFormatError, "must give each row another token, got 0 97 times"),
+        ({}, {"d2t": torch.full((97,), 300)}, GGUFFormatError, "must give tokens in 0..319, got 320 for row 20"),
+    ],
+)
+def test_wrong_gguf_heads_are_refused(
+    model: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    damage: dict[str, Tensor],
+    error: type[FastinferError],
+    message: str,
+) -> None:
+    settings = {"extract_layers": [2, 3, 4]} | settings
+    head = write_gguf_head(tmp_path / "head", random_head() | damage, **settings)
+    with pytest.raises(error, match=message):
+        with_head(model, head)
 
 
 def test_a_head_is_no_model_and_fits_one_size(model: Path, tmp_path: Path) -> None:

@@ -139,19 +139,28 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
 
 
-def test_drafts_of_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "min_tokens": 2},  # a mask, and draws from spread logits
+        {"temperature": 0.0, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "seed": 3},
+    ],
+)
+def test_drafts_of_a_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
     """Texts are those of the model alone; drafts are right wherever the draft model has the token."""
     whole, reduced = save_folders(tmp_path)
     for path in (whole, reduced):
         write_tokenizer(path)
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **options)
     prompts: Any = [{"prompt_token_ids": [5, 9, 200]}, {"prompt_token_ids": [31]}]
     expected = [o.outputs[0].token_ids for o in LLM(str(whole), max_model_len=64).generate(prompts, params)]
     llm = LLM(str(whole), max_model_len=64, draft_model=str(reduced), num_speculative_tokens=3)
     always_speculate(llm.engine)
     assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
     stats = llm.engine.stats()
-    assert stats.num_accepted_tokens > 0
+    assert stats.num_accepted_tokens > 5
     assert stats.num_failed_draws == 0
     missing = set(itertools.chain(*expected)) - set(some_rows().tolist())
     assert missing, "some drafts must be wrong"

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.divided_models import FORMS, model_in
 from support.families import save_model
+from support.peft_adapter import adapter_of_all_modules
 from support.random_checkpoint import RandomCheckpoint, int4
 from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.errors import RequestError
-from fastinfer.formats.unpacked import Dense
 from fastinfer.models import layer_places, load_weights, moe, open_checkpoint, placed_decoder
 from fastinfer.models.batch import Batch, FeatureSlots, LastRows
 from fastinfer.models.checkpoint import Checkpoint
@@ -24,6 +25,7 @@ from fastinfer.models.decoder import Decoder
 from fastinfer.models.image_tokens import ImageTokens
 from fastinfer.models.kv_cache import KVCache, LayerCache
 from fastinfer.models.layer_places import LayerPlace, possible_ends
+from fastinfer.models.lora import AdapterSlots
 from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.moves import moved
 from fastinfer.models.offload import tensors_of
@@ -48,7 +50,6 @@ SMOLLM2 = ModelConfig(
 NARROW = replace(SMOLLM2, hidden_size=192, intermediate_size=256)
 EXPERTS = replace(NARROW, num_experts=4, experts_per_token=2, dense_layers=frozenset({0}), dense_intermediate_size=256)
 CONFIGS = {"smollm2": SMOLLM2, "multi-query": replace(NARROW, num_kv_heads=1), "experts": EXPERTS}
-FORMS = {"dense": lambda _, values: Dense(values.bfloat16()), "int4": lambda _, values: int4(values)}
 TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 9, [300], [271, 82, 81]]
 PLACES = ["cpu,cpu", "cpu=1,cpu=3,cpu=1", "cpu+cpu", "cpu+cpu=3,cpu=2"]
 
@@ -58,14 +59,18 @@ def place_layers(config: ModelConfig, text: str) -> tuple[LayerPlace, ...]:
     return layer_places.place_layers(config, places, [place.share or 1.0 for place in places])
 
 
-def compute(model: Decoder, device: str | list[str]) -> tuple[Tensor, Tensor]:
+def compute(model: Decoder, device: str | list[str], adapters: bool = False) -> tuple[Tensor, Tensor]:
     """Hidden states and logits of all tokens of the texts, with what nothing has written in the cache as NaN."""
     num_blocks = sum(-(-len(text) // 16) for text in TEXTS)
     cache = KVCache.of_model(model.config, [num_blocks], 16, torch.float32, device, state_dtype=model.dtype)
     for tensor in (tensor for layer in cache for tensor in layer.tensors):
         tensor.fill_(float("nan"))
-    hidden = model.forward(Batch.of_texts(TEXTS, 16), cache)
-    return hidden, model.logits(hidden, torch.arange(len(hidden)))
+    batch, ids = Batch.of_texts(TEXTS, 16), None
+    if adapters:  # the first text has the one in slot 1
+        ids = torch.tensor([1] * len(TEXTS[0]) + [-1] * (len(batch.token_ids) - len(TEXTS[0])), dtype=torch.int32)
+        batch = replace(batch, adapter_ids=ids)
+    hidden = model.forward(batch, cache)
+    return hidden, model.logits(hidden, torch.arange(len(hidden)), ids)
 
 
 def check_places(checkpoint: Checkpoint, text: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,22 +95,21 @@ def check_places(checkpoint: Checkpoint, text: str, dtype: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("text", PLACES)
 @pytest.mark.parametrize(
-    ("config", "form", "dtype"),
-    [
-        ("smollm2", "int4", "auto"),
-        ("smollm2", "dense", "bfloat16"),
-        ("multi-query", "int4", "float32"),
-        ("experts", "int4", "auto"),
-        ("experts", "dense", "bfloat16"),
-    ],
+    ("config", "dtype"),
+    [("smollm2", "auto"), ("smollm2", "bfloat16"), ("multi-query", "float32"), ("experts", "auto")],
 )
-def test_random_models(text: str, config: str, form: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_models(text: str, config: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = CONFIGS[config]
     if "+" in text and not sizes.num_experts:
         with pytest.raises(RequestError, match=r"device: cpu\+cpu needs a model with experts, got one without"):
             place_layers(sizes, text)
         return
-    check_places(RandomCheckpoint(sizes, FORMS[form]), text, dtype, monkeypatch)
+    check_places(RandomCheckpoint(sizes, lambda _, values: int4(values)), text, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_weights(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_places(model_in(form), "cpu,cpu+cpu,cpu", "auto", monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +131,43 @@ def test_families(family: str, text: str, tmp_path: Path, monkeypatch: pytest.Mo
     """Windows, sinks, latent attention, states of each kind, shared experts, inputs and keys and values of others."""
     save_model(tmp_path, family)
     check_places(open_checkpoint(tmp_path), text, "auto", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen2-moe", "cpu,cpu+cpu"),
+        ("gemma2", "cpu,cpu,cpu"),
+        ("granite-hybrid", "cpu+cpu"),
+        ("deepseek-v2", "cpu,cpu"),
+    ],
+)
+def test_adapters(family: str, text: str, tmp_path: Path) -> None:
+    """Updates of all modules, of each expert by itself."""
+    save_model(tmp_path, family)
+    checkpoint = open_checkpoint(tmp_path)
+    places, config = place_layers(checkpoint.config, text), checkpoint.config
+    found = []
+    for model, own in (
+        (load_weights(checkpoint, "auto", "cpu", None), ()),
+        (load_placed(places, checkpoint, "auto", "cpu", None), places),
+    ):
+        slots = AdapterSlots(config, 2, 4, torch.float32, "cpu", own)
+        slots.load(1, adapter_of_all_modules(slots, 3))
+        assert isinstance(model, Decoder)
+        found.append(compute(model.with_adapters(slots), "cpu", adapters=True))
+    assert all(map(torch.equal, *found))
+    plain = compute(load_weights(checkpoint, "auto", "cpu", None), "cpu")
+    assert not torch.equal(plain[0][:72], found[0][0][:72])
+
+
+def test_adapters_are_where_their_modules_are() -> None:
+    places = (LayerPlace(range(2), "cpu"), LayerPlace(range(2, 5), "cpu", "meta"))
+    slots = AdapterSlots(EXPERTS, 1, 4, torch.float32, "cpu", places)
+    for index, modules in enumerate(slots.layers):
+        for name, module in modules.items():
+            is_away = index >= 2 and name.startswith("experts.")
+            assert {tensor.device.type for tensor in tensors_of([module])} == {"meta" if is_away else "cpu"}
 
 
 def test_sizes_of_experts(tmp_path: Path) -> None:

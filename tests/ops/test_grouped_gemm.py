@@ -76,7 +76,9 @@ def test_activations(form: str, options: dict[str, Any], activation: str | None,
 
 @pytest.mark.parametrize("tokens", [1, 9, 90])
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("form", "options"), [*PRODUCTS, ("int6", {"activation_bits": 32})])
+@pytest.mark.parametrize(
+    ("form", "options"), [*PRODUCTS, ("int5", {"activation_bits": 32}), ("int6", {"activation_bits": 32})]
+)
 def test_biases(form: str, options: dict[str, Any], bias_dtype: torch.dtype, tokens: int, device: str) -> None:
     """The width is odd, or that of gate and up; the biases of experts without rows are not read."""
     ids = random_ids(tokens, 2, 6).clamp(max=3)
@@ -255,9 +257,9 @@ def test_errors_of_packed_weights_name_the_argument(case: str) -> None:
         ops.grouped_int8_gemm(**(good | ROUTING | change))
 
 
-@pytest.mark.parametrize(("form", "activation_bits"), [("int6", 32), ("int6", 16), ("int6", 8)])
+@pytest.mark.parametrize(("form", "activation_bits"), [("int5", 8), ("int6", 32), ("int6", 16), ("int6", 8)])
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), SHAPES)
-def test_six_bits(tokens: int, top_k: int, experts: int, form: str, activation_bits: int, device: str) -> None:
+def test_five_and_six_bits(tokens: int, top_k: int, experts: int, form: str, activation_bits: int, device: str) -> None:
     ids = random_ids(tokens, top_k, experts)
     stack = ExpertStack(form, experts, 33, 256)
     x = torch.randn(tokens, 256).bfloat16()

@@ -18,7 +18,7 @@ torch.manual_seed(0)
 CALLS = [(name, named(name, args), out) for name, args, out in out_calls()]
 CPU_ALONE = {name for name, takes in support.TABLE.items() if not takes["cuda"].dtype}
 # On a GPU these want another group, see test_peer_exchange.py.
-CPU_ALONE |= {"all_gather", "all_reduce", "all_reduce_add_rms_norm"}
+CPU_ALONE |= {"all_gather", "all_gather_rows", "all_reduce", "all_reduce_add_rms_norm"}
 FIRST = {name: (args, out) for name, args, out in reversed(CALLS)}
 
 
@@ -87,6 +87,7 @@ REPLACEABLE = {
     "gemm": {"residual"},
     "int8_gemm": {"residual"},
     "int6_gemm": {"residual"},
+    "int5_gemm": {"residual"},
     "int4_gemm": {"residual"},
     "lut_gemm": {"residual"},
     "w8a8_gemm": {"residual"},

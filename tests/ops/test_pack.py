@@ -13,7 +13,7 @@ from fastinfer.ops.pack import interleave_gate_up
 
 device = device_fixture("cpu", "cuda", "emulated")
 
-PACK = {4: ops.int4_pack, 6: ops.int6_pack, 8: ops.int8_pack}
+PACK = {4: ops.int4_pack, 5: ops.int5_pack, 6: ops.int6_pack, 8: ops.int8_pack}
 LAYOUT = {
     "cpu": {4: reference.int4_pack, 8: reference.int8_pack},
     "cuda": {4: reference.int4_pack_fragments, 8: reference.int8_pack_fragments},
@@ -54,13 +54,21 @@ def test_layout_spelled_out() -> None:
     assert packed[1, 1, 3, 1, 1] == 0b1011 << 4
     assert packed[1, 1, 5, 1, 1] == 0b10 << 6
     assert packed.count_nonzero() == 2
+    q = torch.zeros(32, 64, dtype=torch.uint8)
+    q[17, 32 + 16 + 13] = 0b11011
+    packed = ops.int5_pack(q)
+    assert packed[1, 1, 3, 1, 1] == 0b1011 << 4
+    assert packed[1, 1, 4, 1, 1] == 1 << 7
+    assert packed.count_nonzero() == 2
 
 
 @pytest.mark.parametrize("in_features", [32, 64, 576])
 @pytest.mark.parametrize("out_features", [1, 15, 16, 17, 100])
-def test_pack6(out_features: int, in_features: int) -> None:
-    q = torch.randint(-32, 32, (out_features, in_features), dtype=torch.int8)
-    assert_bitwise(ops.int6_pack(q), reference.int6_pack(q))
+def test_pack_5_and_6_bits(out_features: int, in_features: int) -> None:
+    five = torch.randint(0, 32, (out_features, in_features), dtype=torch.uint8)
+    assert_bitwise(ops.int5_pack(five), reference.int5_pack(five))
+    six = torch.randint(-32, 32, (out_features, in_features), dtype=torch.int8)
+    assert_bitwise(ops.int6_pack(six), reference.int6_pack(six))
 
 
 @pytest.mark.parametrize("value", [-128, -33, 32, 64, 127])
@@ -71,12 +79,20 @@ def test_what_does_not_fit_into_6_bits(value: int) -> None:
         ops.int6_pack(q)
 
 
+@pytest.mark.parametrize("value", [32, 64, 128, 255])
+def test_what_does_not_fit_into_5_bits(value: int) -> None:
+    q = torch.zeros(17, 64, dtype=torch.uint8)
+    q[16, 63] = value
+    with pytest.raises(RuntimeError, match=r"int5_pack: q must be 0\.\.31 throughout"):
+        ops.int5_pack(q)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "mins"), [(4, False), (4, True), (6, False)])
+@pytest.mark.parametrize(("bits", "mins"), [(4, False), (4, True), (5, False), (5, True), (6, False)])
 @pytest.mark.parametrize("out_features", [1, 17, 48])
 def test_dequantize_two_level_scales(out_features: int, bits: int, mins: bool, dtype: torch.dtype) -> None:
     weight = random_weight(bits, out_features, 768, mins=mins, two_level=True)
-    dequantize = ops.int4_dequantize if bits == 4 else ops.int6_dequantize
+    dequantize = getattr(ops, f"int{bits}_dequantize")
     rows = torch.tensor([out_features - 1, 0, out_features // 2])
     for index in (None, rows):
         expected = weight.dense if index is None else weight.dense[index]

@@ -1,6 +1,7 @@
 """Exchanges between GPUs: the bits of the CPU's operators, whoever is ahead, and an end to every wait."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,6 +101,53 @@ def test_all_gather(rows: int, widths: list[int], device: str, make_peers: MakeP
                 assert_bitwise(got, expected)
 
 
+# Of a slot of 4 KiB: units of 16, 4 and 2 bytes; a rank without a row; more rows than fit into a slot.
+@pytest.mark.parametrize(
+    ("bounds", "rows", "columns", "dtype"),
+    [
+        ([0, 40], 0, 8, torch.float32),
+        ([0, 40], 3, 7, torch.bfloat16),
+        ([0, 1, 40], 1, 64, torch.bfloat16),
+        ([0, 19, 21, 40], 23, 33, torch.float32),
+        ([0, 13, 26, 40], 50, 96, torch.float16),
+        (list(range(0, 45, 5)), 37, 48, torch.bfloat16),
+    ],
+)
+def test_all_gather_rows(
+    bounds: list[int], rows: int, columns: int, dtype: torch.dtype, device: str, make_peers: MakePeers
+) -> None:
+    """Rows of other ranks are not read; the embedding of a model looks up ``local_ids``."""
+    peers = make_peers(len(bounds) - 1, slot_bytes=2**12)
+    table = torch.randn(40, columns, device=device).to(dtype)
+    # Two exchanges with the same slot, and one in between with other numbers of blocks.
+    steps = [torch.randint(40, (n,), device=device) for n in (rows, 1, rows)]
+    own: dict[int, list[Tensor]] = {}
+    for rank, (start, end) in enumerate(pairwise(bounds)):
+        part = table[start:end].clone()
+        own[rank] = [part[ops.local_ids(ids, start, end)] for ids in steps]
+        for x, ids in zip(own[rank], steps, strict=True):
+            x[(ids < start) | (ids >= end)] = torch.nan
+
+    def run(group: PeerGroup) -> list[Tensor]:
+        start, end = bounds[group.rank : group.rank + 2]
+        pairs = zip(own[group.rank], steps, strict=True)
+        return [ops.all_gather_rows(x, ids, group.memory, group.rank, start, end) for x, ids in pairs]
+
+    for slow in (-1, 0, len(bounds) - 2):
+        for results in peers.run(run, slow):
+            for got, ids in zip(results, steps, strict=True):
+                assert_bitwise(got, table[ids])
+    for group in peers.groups:
+        group.check()
+
+
+def test_local_ids(device: str) -> None:
+    ids = torch.tensor([-1, 3, 2**40, 9, 8, 4, *range(400)], device=device)
+    expected = torch.where((ids >= 3) & (ids < 9), ids - 3, 0)
+    assert torch.equal(ops.local_ids(ids, 3, 9), expected)
+    assert ops.local_ids(ids[:0], 3, 9).shape == (0,)
+
+
 @pytest.mark.parametrize(
     ("size", "rows", "hidden", "dtype"),
     [
@@ -147,13 +195,17 @@ def test_many_rows_are_summed_before_the_norm(device: str, make_peers: MakePeers
         assert_bitwise(got, expected)
 
 
-def test_rank_that_does_not_come(device: str, make_peers: MakePeers) -> None:
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather_rows"])
+def test_rank_that_does_not_come(op: str, device: str, make_peers: MakePeers) -> None:
     peers = make_peers(2, deadline=1e-2)
-    x = torch.ones(8, device=device)
+    x, ids = torch.ones(1, 8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    arguments = {"all_reduce": (x,), "all_gather_rows": (x, ids)}[op]
+    ids_of_rank = () if op == "all_reduce" else (0, 1)
 
     def run(group: PeerGroup) -> list[Tensor]:
         # After the deadline the third wait ends soon.
-        return [ops.all_reduce(x, group.memory, group.rank) for _ in range(3 if group.rank == 0 else 1)]
+        count, exchange = 3 if group.rank == 0 else 1, getattr(ops, op)
+        return [exchange(*arguments, group.memory, group.rank, *ids_of_rank) for _ in range(count)]
 
     peers.run(run)
     peers.groups[1].check()
@@ -172,6 +224,7 @@ def test_the_host_ends_waits(device: str, make_peers: MakePeers) -> None:
 def test_errors(device: str, make_peers: MakePeers) -> None:
     [group] = make_peers(1, slot_bytes=64).groups
     x = torch.zeros(2, 4, device=device)
+    ids = torch.zeros(1, dtype=torch.int64, device=device)
     cpu_memory = Group.create(1).memory
     with pytest.raises(RuntimeError, match=r"all_reduce: group must be the table of a group of GPUs, got \d+ bytes"):
         ops.all_reduce(x, cpu_memory, 0)
@@ -179,6 +232,8 @@ def test_errors(device: str, make_peers: MakePeers) -> None:
         ops.all_reduce(x, group.memory, 1)
     with pytest.raises(RuntimeError, match=r"all_reduce: x and out must begin at multiples of 16 bytes on a GPU"):
         ops.all_reduce(x.view(-1)[1:], group.memory, 0)
+    with pytest.raises(RuntimeError, match=r"all_gather_rows: x and out must begin at multiples of 16 bytes on a GPU"):
+        ops.all_gather_rows(x.view(-1)[1:5][None], ids, group.memory, 0, 0, 8)
     with pytest.raises(RuntimeError, match=r"all_gather: a row must have between 1 and 64 bytes"):
         ops.all_gather(torch.zeros(1, 32, device=device), group.memory, 0, [32])
     with pytest.raises(ValueError, match=r"a group of GPUs must have between 1 and 8 ranks, got 9"):

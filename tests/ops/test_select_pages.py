@@ -3,22 +3,30 @@
 import pytest
 import torch
 from support.attention_batches import Batch, make_batch
-from support.helpers import DTYPES, Guarded, assert_bitwise, per_thread_count
+from support.helpers import DTYPES, Guarded, assert_bitwise, device_fixture, per_thread_count
 from torch import Tensor
 
 from fastinfer import ops
 
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+device = device_fixture("cpu", "cuda", "emulated")
+GPUS = {
+    "cuda": pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    "emulated": pytest.mark.emulated,
+}
+# Attention on a GPU takes 16-bit floats alone.
+fp32_or_bf16 = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float32)] + [pytest.param(name, torch.bfloat16, marks=mark) for name, mark in GPUS.items()],
+    indirect=["device"],
+)
 
 
 def bounds_of(batch: Batch) -> Tensor:
     """Bounds of all full pages; NaN of the others, as pages that are not full have NaN."""
     blocks, block_size, heads, head_dim = batch.k_cache.shape
-    bounds = torch.full((blocks, heads, 2, head_dim), torch.nan, dtype=torch.bfloat16)
-    ops.store_page_bounds(bounds, batch.k_cache, None, torch.arange(blocks * block_size))
+    device = batch.k_cache.device
+    bounds = torch.full((blocks, heads, 2, head_dim), torch.nan, dtype=torch.bfloat16, device=device)
+    ops.store_page_bounds(bounds, batch.k_cache, None, torch.arange(blocks * block_size, device=device))
     return bounds
 
 
@@ -46,11 +54,13 @@ def weights_of(q: Tensor, bounds: Tensor, blocks: Tensor, scale: float) -> Tenso
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "head_dim", "block_size", "num_pages"),
-    [(9, 3, 64, 16, 10), (4, 4, 8, 3, 4), (12, 1, 80, 5, 33), (2, 1, 256, 32, 6)],
+    [(9, 3, 64, 16, 10), (4, 4, 8, 3, 4), (12, 1, 80, 5, 33), (2, 1, 256, 32, 6), (1, 1, 320, 4, 9)],
 )
-def test_pages(q_heads: int, kv_heads: int, head_dim: int, block_size: int, num_pages: int, dtype: torch.dtype) -> None:
+def test_pages(
+    q_heads: int, kv_heads: int, head_dim: int, block_size: int, num_pages: int, dtype: torch.dtype, device: str
+) -> None:
     lengths = [(1, 900), (3, 513), (1, 2), (0, 40), (2, 1500), (5, 30)]
-    batch = make_batch(lengths, q_heads, kv_heads, head_dim, block_size, dtype)
+    batch = make_batch(lengths, q_heads, kv_heads, head_dim, block_size, dtype, device=device)
     bounds, q = bounds_of(batch), Guarded(batch.q)
     scale = 0.5 * head_dim**-0.5
     pages, lens = ops.select_pages(q.view, bounds, *ragged(batch), block_size, num_pages, scale)
@@ -73,55 +83,96 @@ def test_pages(q_heads: int, kv_heads: int, head_dim: int, block_size: int, num_
             assert all(weights[head, page] <= 1.0001 * least for page in others)
 
 
-def test_attention_to_all_pages_is_dense_bit_by_bit() -> None:
-    batch = make_batch([(1, 900), (3, 513), (1, 1), (2, 64)])
+def rows_of(batch: Batch) -> Tensor:
+    """``query_start`` where each token is a sequence of its own."""
+    return torch.arange(len(batch.q) + 1, dtype=torch.int32, device=batch.q.device)
+
+
+@fp32_or_bf16
+def test_attention_to_all_pages_is_dense_bit_by_bit(device: str, dtype: torch.dtype) -> None:
+    batch = make_batch([(1, 900), (1, 513), (1, 1), (1, 64)], dtype=dtype, device=device)
     dense = batch.run()
     for num_pages in (57, 1000):
         pages, lens = ops.select_pages(batch.q, bounds_of(batch), *ragged(batch), 16, num_pages)
-        rows = torch.arange(len(batch.q) + 1, dtype=torch.int32)
-        sparse = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, pages, lens, rows)
-        assert_bitwise(sparse, dense)
+        assert_bitwise(ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, pages, lens, rows_of(batch)), dense)
 
 
-def test_attention_to_chosen_pages() -> None:
+def test_drafts_that_attend_to_all_pages_are_dense_bit_by_bit() -> None:
+    """On the CPU, where a row does not depend on others."""
+    batch = make_batch([(1, 900), (3, 513), (1, 1), (2, 64)])
+    pages, lens = ops.select_pages(batch.q, bounds_of(batch), *ragged(batch), 16, 57)
+    sparse = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, pages, lens, rows_of(batch))
+    assert_bitwise(sparse, batch.run())
+
+
+@fp32_or_bf16
+def test_attention_to_chosen_pages(device: str, dtype: torch.dtype) -> None:
     """The result is that of dense attention of each KV head to a cache with its pages alone; the rest is NaN."""
-    batch = make_batch([(1, 900), (2, 513)])
+    batch = make_batch([(1, 900), (2, 513)], dtype=dtype, device=device)
     pages, lens = ops.select_pages(batch.q, bounds_of(batch), *ragged(batch), 16, 8)
-    rows = torch.arange(len(batch.q) + 1, dtype=torch.int32)
-    found = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, pages, lens, rows)
+    found = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, pages, lens, rows_of(batch))
+    # The batch decides on a GPU where sums are cut, and so how probabilities are rounded.
+    close = {"rtol": 0, "atol": 0} if dtype == torch.float32 else {"rtol": 2**-9, "atol": 1e-3}
     for token in range(len(batch.q)):
         for head in range(3):
             caches = [torch.full_like(cache, torch.nan) for cache in (batch.k_cache, batch.v_cache)]
             for cache, of in zip(caches, (batch.k_cache, batch.v_cache), strict=True):
                 cache[pages[token, head].long(), :, head] = of[pages[token, head].long(), :, head]
             own = slice(3 * head, 3 * head + 3)
-            one = lens[token : token + 1], torch.tensor([0, 1], dtype=torch.int32)
+            one = lens[token : token + 1], rows_of(batch)[:2]
             heads = [cache[:, :, head : head + 1].contiguous() for cache in caches]
             alone = ops.paged_attention(batch.q[token : token + 1, own], *heads, pages[token, head][None], *one)
-            assert_bitwise(found[token, own], alone[0])
+            torch.testing.assert_close(found[token, own], alone[0], **close)
 
 
-@per_thread_count
-def test_a_token_does_not_depend_on_the_others() -> None:
-    batch = make_batch([(1, 900), (3, 513), (4, 700)])
+def test_a_token_does_not_depend_on_the_others(device: str) -> None:
+    batch = make_batch([(1, 900), (3, 513), (4, 700)], device=device)
     bounds = bounds_of(batch)
     pages, lens = ops.select_pages(batch.q, bounds, *ragged(batch), 16, 8)
     for token, (sequence, position) in enumerate(positions_of(batch)):
-        own = torch.tensor([position + 1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+        own = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([position + 1], [0, 1]))
         q, row = batch.q[token : token + 1], batch.block_table[sequence : sequence + 1].contiguous()
         alone, length = ops.select_pages(q, bounds, row, *own, 16, 8)
-        assert_bitwise(pages[token, :, : len(alone[0, 0])], alone[0])
+        assert_bitwise(pages[token], alone[0])
         assert length == lens[token]
     first, _ = ops.select_pages(batch.q[:3], bounds, *ragged(batch), 16, 8)  # the first of the queries
     assert_bitwise(first, pages[:3])
 
 
-def test_equal_and_infinite_bounds_and_nan() -> None:
-    table, lengths = torch.arange(9, dtype=torch.int32)[None], torch.tensor([9], dtype=torch.int32)
-    start = torch.tensor([0, 1], dtype=torch.int32)
-    bounds = torch.zeros(9, 1, 2, 8, dtype=torch.bfloat16)
+def test_threads() -> None:
+    batch = make_batch([(1, 900), (3, 513), (4, 700)])
+    bounds = bounds_of(batch)
+    assert_bitwise(*per_thread_count(lambda: ops.select_pages(batch.q, bounds, *ragged(batch), 16, 8)[0]))
+
+
+@pytest.mark.parametrize("device", [pytest.param(name, marks=mark) for name, mark in GPUS.items()], indirect=True)
+def test_padding_of_a_recorded_step_reads_nothing(device: str) -> None:
+    """Its tokens are behind those of all sequences, and its sequences have none."""
+    batch = make_batch([(1, 900), (1, 513)], dtype=torch.bfloat16, device=device)
+    bounds = bounds_of(batch)
+    expected, lens = ops.select_pages(batch.q, bounds, *ragged(batch), 16, 8)
+    table = torch.full((4, batch.block_table.shape[1]), 2**30, dtype=torch.int32, device=device)
+    table[:2] = batch.block_table
+    ragged_lens = (
+        torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([900, 513, 0, 0], [0, 1, 2, 2, 2])
+    )
+    q = torch.cat([batch.q, torch.full_like(batch.q, torch.nan)])
+    pages, padded_lens = ops.select_pages(q, bounds, table, *ragged_lens, 16, 8)
+    assert_bitwise(pages[:2], expected)
+    assert padded_lens.tolist() == [*lens.tolist(), 0, 0]
+    out = ops.paged_attention(
+        q, batch.k_cache, batch.v_cache, pages, padded_lens, rows_of(batch)[:1].new_tensor(range(5))
+    )
+    assert (out[2:] == 0).all()
+
+
+def test_equal_and_infinite_bounds_and_nan(device: str) -> None:
+    table, lengths, start = (
+        torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([range(9)], [9], [0, 1])
+    )
+    bounds = torch.zeros(9, 1, 2, 8, dtype=torch.bfloat16, device=device)
     bounds[[0, 7, 8]] = torch.nan  # not read
-    q = torch.ones(1, 2, 8)
+    q = torch.ones(1, 2, 8, device=device)
 
     def chosen() -> list[int]:
         pages, _ = ops.select_pages(q, bounds, table, lengths, start, 1, 5)

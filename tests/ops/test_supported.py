@@ -39,7 +39,8 @@ HEAD_DIMS = [1, 2, 7, 16, 63, 64, 65, 80, 96, 100, 128, 192, 256, 257, 320, 512]
 HEADS_OPS = [op for op, takes in support.TABLE.items() if takes["cpu"].head_dim]
 OTHER_OPS = [op for op in support.TABLE if op not in HEADS_OPS]
 LINEAR_OPS = [op for op in OTHER_OPS if "gemm" in op and op != "w8a8_gemm"]
-EXCHANGES = ["all_gather", "all_reduce", "all_reduce_add_rms_norm"]  # their groups are of CPUs or of GPUs
+# Their groups are of CPUs or of GPUs.
+EXCHANGES = ["all_gather", "all_gather_rows", "all_reduce", "all_reduce_add_rms_norm"]
 ON_CPU_ALONE = [op for op in support.TABLE if not support.TABLE[op]["cuda"].dtype]
 
 # Of each operator the tensors that are its weight; the default holds for the rest.
@@ -191,9 +192,9 @@ def narrowed(call: Call, width: int) -> Call:
     return call | changed
 
 
-@pytest.mark.parametrize("op", ["int4_pack", "int6_pack", "int8_pack"])
+@pytest.mark.parametrize("op", ["int4_pack", "int5_pack", "int6_pack", "int8_pack"])
 def test_widths_that_can_be_packed(op: str, column: str, device: str) -> None:
-    dtype = torch.uint8 if op == "int4_pack" else torch.int8
+    dtype = torch.uint8 if op in ("int4_pack", "int5_pack") else torch.int8
     widths = [1, 16, 31, 32, 33, 64, 80, 96]
     calls = (({"in_features": width}, {"q": torch.zeros(3, width, dtype=dtype)}) for width in widths)
     assert not disagreements(op, column, device, calls)
@@ -329,8 +330,11 @@ def test_questions_without_an_answer(arguments: dict[str, Any], message: str) ->
 
 
 def test_operators_of_the_cpu_alone() -> None:
-    others = {"all_gather_rows", "local_ids", "select_pages", "store_page_bounds"}
-    assert set(ON_CPU_ALONE) == others | {"int6_gemm", "grouped_int6_gemm", "int6_pack", "int6_dequantize"}
+    assert set(ON_CPU_ALONE) == {
+        name.format(bits)
+        for name in ("int{}_gemm", "grouped_int{}_gemm", "int{}_pack", "int{}_dequantize")
+        for bits in (5, 6)
+    }
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")
         assert support.devices(op) == "CPU"

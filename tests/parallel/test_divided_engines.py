@@ -13,8 +13,8 @@ from fastinfer.sampling_params import BeamSearchParams
 # Families, and for each the numbers of ranks of a stage and of stages.
 DIVISIONS = [
     *[("llama3", 3, 1), ("llama3", 1, 3)],
-    *[("mixtral", 2, 1), ("mixtral", 1, 2), ("mixtral", 2, 2)],
-    *[("qwen3.5", 1, 2), ("granite-hybrid-dense", 2, 2), ("deepseek-v2", 1, 2)],
+    *[("mixtral", 2, 1), ("gemma4-inputs", 1, 2), ("mixtral", 2, 2)],
+    *[("qwen3.5", 1, 3), ("granite-hybrid-dense", 2, 2), ("deepseek-v2", 1, 2)],
 ]
 
 

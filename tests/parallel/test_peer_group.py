@@ -21,7 +21,7 @@ def test_ranks_address_the_memory_of_all_others(monkeypatch: pytest.MonkeyPatch)
         return json.dumps(memory.data_ptr()).encode()
 
     monkeypatch.setattr(peer_group, "_share", share)
-    monkeypatch.setattr(peer_group, "_open", lambda handle: memories[json.loads(handle)])
+    monkeypatch.setattr(peer_group, "_open", lambda handle, _: memories[json.loads(handle)])
     first, second = in_ranks(2, lambda group: PeerGroup.connect(group, "cpu"))
     for rank in range(2):
         first._memories[rank][rank] = 7 + rank
@@ -66,6 +66,6 @@ def test_handles_are_opened_by_what_torch_has_shared(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "UntypedStorage", Opener)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     handle = peer_group._share(SharedStorage())  # type: ignore[arg-type]
-    memory = peer_group._open(handle.ljust(peer_group.HANDLE_BYTES))
-    assert opened == [SharedStorage.fields]
+    memory = peer_group._open(handle.ljust(peer_group.HANDLE_BYTES), torch.device("cuda", 5))
+    assert opened == [(5, *SharedStorage.fields[1:])]  # on the GPU that reads the memory
     assert memory.tolist() == list(range(8))

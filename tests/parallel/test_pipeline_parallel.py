@@ -42,7 +42,7 @@ def test_aborted_request_leaves_its_steps(llama: Path) -> None:
     ("options", "message"),
     [
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer in 1..64, got 0"),
-        ({"kv_offloading_size": 0.1}, "kv_offloading_size must be None with pipeline_parallel_size=2, got 0.1"),
+        ({"tensor_parallel_layout": "reduce"}, "tensor_parallel_layout must be gather with pipeline_parallel_size=2"),
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size must be at most 4"),
         ({"tensor_parallel_size": 33}, r"tensor_parallel_size \* pipeline_parallel_size must be at most 64, got 66"),
         ({"tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for this model"),

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.families import save_model
+from support.peft_adapter import adapter_of_all_modules
 from support.ranks import in_ranks
 from torch import Tensor
 
 from fastinfer.models import Model, load_weights, open_checkpoint
 from fastinfer.models.batch import Batch
 from fastinfer.models.kv_cache import KVCache
-from fastinfer.models.lora import AdapterSlots, PreparedAdapter, _Place
+from fastinfer.models.lora import AdapterSlots
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots, SlotSizes
@@ -29,18 +30,6 @@ FAMILIES = [
     "granite-hybrid-dense",
     "deepseek-v2",
 ]
-
-
-def adapter_of_all_modules(slots: AdapterSlots, rank: int) -> PreparedAdapter:
-    """An update of every module, of every expert by itself."""
-    generator = torch.Generator().manual_seed(rank)
-    parts = []
-    for modules in (*slots.layers, {"lm_head": slots.lm_head}):
-        for module in modules.values():
-            for index in [()] if module.ranks.dim() == 1 else [(i,) for i in range(module.ranks.shape[1])]:
-                a, b = (torch.randn(rank, half.shape[-1], generator=generator) for half in (module.a, module.b))
-                parts.append((_Place(module, index), a, b / a.shape[1] ** 0.5))
-    return PreparedAdapter(Path("adapter"), str(rank), parts)
 
 
 def logits(model: Model) -> Tensor:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.divided_models import CONFIG, FORMS, KINDS, TEXTS, config_of, weight_bytes
+from support.divided_models import CONFIG, FORMS, KINDS, TEXTS, config_of, model_in, weight_bytes
 from support.families import make_model, save_model
 from support.gguf_model_file import write_gguf
-from support.random_checkpoint import RandomCheckpoint, int4, int8
+from support.random_checkpoint import RandomCheckpoint, int4
 from support.ranks import in_ranks, logits_of_texts
 from torch import Tensor
 
@@ -106,9 +106,7 @@ def test_models_with_images_are_refused() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_weights(form: str, size: int) -> None:
-    checkpoint = RandomCheckpoint(
-        CONFIG, lambda name, values: int8(values) if "embedding" in name else FORMS[form](values)
-    )
+    checkpoint = model_in(form)
     expected = logits_of_texts(load_weights(checkpoint, "auto", "cpu", None), TEXTS)
     for results in in_ranks(size, lambda group: logits_of_texts(load_shard(checkpoint, "auto", None, group), TEXTS)):
         for got, want in zip(results, expected, strict=True):

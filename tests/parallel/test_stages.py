@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.divided_models import FORMS, model_in
 from support.families import save_model
 from support.random_checkpoint import RandomCheckpoint, int4
-from support.ranks import logits_of_texts
+from support.ranks import in_ranks, logits_of_texts
 from torch import Tensor
 
-from fastinfer.formats.unpacked import Dense
 from fastinfer.models import load_weights, open_checkpoint
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
@@ -61,13 +61,14 @@ FAMILIES = [
     "granite-hybrid",
     "nemotron-h",
     "falcon-h1",
+    "gemma4-inputs",
 ]
-FORMS = {"dense": lambda _, values: Dense(values.bfloat16()), "int4": lambda _, values: int4(values)}
 
 
-def stages_of(checkpoint: Checkpoint, dtype: str, ends: list[int]) -> list[Stage]:
+def stages_of(checkpoint: Checkpoint, dtype: str, ends: list[int], group: Group | None = None) -> list[Stage]:
+    """One rank's part of all stages, each of which has the same team."""
     starts = [0, *ends[:-1]]
-    group = Group.create(1)
+    group = group or Group.create(1)
     return [
         load_shard(checkpoint, dtype, None, group, layers=range(start, end))
         for start, end in zip(starts, ends, strict=True)
@@ -90,17 +91,23 @@ def run_stages(stages: list[Stage]) -> tuple[Tensor, Tensor]:
     return hidden, stages[-1].logits(hidden, rows)
 
 
-def check_same(checkpoint: Checkpoint, dtype: str, ends: list[int]) -> None:
+def check_same(checkpoint: Checkpoint, dtype: str, ends: list[int], team_size: int = 1) -> None:
     expected = logits_of_texts(load_weights(checkpoint, dtype, "cpu", None), TEXTS)
-    for got, want in zip(run_stages(stages_of(checkpoint, dtype, ends)), expected, strict=True):
-        assert torch.equal(got, want)
+    for found in in_ranks(team_size, lambda group: run_stages(stages_of(checkpoint, dtype, ends, group))):
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_results_are_bitwise_those_of_the_model(name: str, form: str, dtype: str) -> None:
-    check_same(RandomCheckpoint(CONFIGS[name], FORMS[form]), dtype, [3, 5])
+def test_results_are_bitwise_those_of_the_model(name: str, dtype: str) -> None:
+    check_same(RandomCheckpoint(CONFIGS[name], lambda _, values: int4(values)), dtype, [3, 5])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_weights(form: str) -> None:
+    """In three stages, and in two whose weights are divided."""
+    check_same(model_in(form), "auto", [1, 2, 3])
+    check_same(model_in(form), "auto", [2, 3], team_size=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,7 +120,7 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_stage_has_its_weights_alone(tied: bool) -> None:
-    checkpoint = RandomCheckpoint(CONFIG, FORMS["int4"], tied=tied)
+    checkpoint = RandomCheckpoint(CONFIG, lambda _, values: int4(values), tied=tied)
 
     def num_bytes(part: Any) -> int:
         return sum(tensor.nbytes for tensor in tensors_of(part) if tensor.dtype in (torch.uint8, torch.float16))

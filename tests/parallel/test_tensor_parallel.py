@@ -1,5 +1,6 @@
 """Engines with tensor parallelism: steps without graphs, sleep, and refusals."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,30 @@ def test_steps_operator_by_operator(folder: Path, whole: LLM) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_sleep(folder: Path, whole: LLM, kind: str) -> None:
-    divided = LLM(str(folder), **{f"{kind}_parallel_size": 2}, **LIMITS)
-    with pytest.raises(FastinferError, match="level must be 1 for a model that is divided among ranks, got 2"):
-        divided.sleep(2)
+def test_sleep(folder: Path, whole: LLM, kind: str, tmp_path: Path) -> None:
+    """At level 2 all ranks load the files again, once there are any that rank 0 can load."""
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    divided = LLM(str(path), **{f"{kind}_parallel_size": 2}, **LIMITS)
     divided.sleep()
     assert divided.engine.is_sleeping
     divided.wake_up()
     assert texts(divided, GREEDY) == texts(whole, GREEDY)
+    divided.sleep(2)
+    path.rename(tmp_path / "old")
+    with pytest.raises(FastinferError):
+        divided.wake_up()
+    assert divided.engine.is_sleeping
+    write_tiny_folder(path, "llama3", {"seed": 1})
+    divided.wake_up()
+    other = LLM(str(path), **LIMITS)
+    assert texts(divided, GREEDY) == texts(other, GREEDY) != texts(whole, GREEDY)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer in 1..64, got 0"),
-        ({"kv_offloading_size": 0.1}, "kv_offloading_size must be None with tensor_parallel_size=2, got 0.1"),
         ({"tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for this model"),
     ],
 )

@@ -31,14 +31,22 @@ def texts(llm: LLM, params: SamplingParams, adapter: Any = None) -> list[Any]:
     return [(output.prompt_logprobs, part.token_ids, part.logprobs) for output in outputs for part in output.outputs]
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (2, 2)])
-def test_adapters(folder: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"tensor_parallel_size": 3},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"device": "cpu,cpu,cpu"},
+    ],
+    ids=str,
+)
+def test_adapters(folder: Path, tmp_path: Path, places: dict[str, Any]) -> None:
     config = open_checkpoint(folder).config
     for seed, modules in enumerate([MODULES, ("q_proj", "v_proj"), ("o_proj", "down_proj")]):
         write_adapter(tmp_path / str(seed), config, rank=3 + seed, modules=modules, seed=seed, size=2.0)
     options = LIMITS | {"max_loras": 2, "max_lora_rank": 8}
     whole = LLM(str(folder), **options)
-    divided = LLM(str(folder), tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **options)
+    divided = LLM(str(folder), **places, **options)
     for llm in (whole, divided):
         for name in "012":
             llm.load_adapter(name, tmp_path / name)
@@ -47,6 +55,9 @@ def test_adapters(folder: Path, tmp_path: Path, tensor: int, pipeline: int) -> N
         for params in (GREEDY, SAMPLED):
             assert texts(divided, params, names) == texts(whole, params, names)
     assert texts(divided, GREEDY, "0") != texts(divided, GREEDY)
+    divided.sleep(level=2)
+    divided.wake_up()
+    assert texts(divided, GREEDY, ["0", "2", None, "1"]) == texts(whole, GREEDY, ["0", "2", None, "1"])
 
 
 def test_sums_of_ranks(folder: Path) -> None:
@@ -104,6 +115,40 @@ def test_layers_with_states_and_latents(family: str, tensor: int, pipeline: int,
     assert stats.num_hit_tokens > 0
     assert stats.num_drafted_tokens > 0
     assert stats.num_failed_graphs == 0
+
+
+def test_sparse_attention(folder: Path) -> None:
+    """Of generated tokens beside prompts, which attend to everything."""
+    sparse = LIMITS | {"sparse_attention": 32}
+    one = LLM(str(folder), **sparse)
+    four = LLM(str(folder), tensor_parallel_size=2, pipeline_parallel_size=2, **sparse)
+    params = SamplingParams(max_tokens=40, temperature=0.0, logprobs=1, ignore_eos=True)
+    assert texts(four, params) == texts(one, params) != texts(LLM(str(folder), **LIMITS), params)
+
+
+@pytest.mark.parametrize(
+    "places", [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"device": "cpu,cpu"}], ids=str
+)
+def test_blocks_beyond_the_cache(folder: Path, tmp_path: Path, places: dict[str, Any]) -> None:
+    """Of a cache with room for two prompts, in host memory with room for two more, and in a folder."""
+    draft = write_tiny_folder(tmp_path / "draft", sizes={"num_hidden_layers": 1})  # all of which is in the first place
+    limits = LIMITS | {"max_model_len": 80, "num_speculative_tokens": 2, "draft_model": str(draft)}
+    stores = {"kv_offloading_size": 1e-4, "kv_offloading_dir": str(tmp_path / "blocks"), "kv_offloading_dir_size": 0.1}
+    prompts: Any = [{"prompt_token_ids": [start, *range(3, 63)]} for start in range(70, 76)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    whole = LLM(str(folder), **(limits | {"kv_cache_memory": 2**20}))
+    parts = LLM(str(folder), **(limits | {"kv_cache_memory": 120_000}), **stores, **places)
+    assert parts.engine.offloading is not None
+    assert parts.engine.offloading.disk is not None
+    for texts_again in (prompts, prompts[::-1]):
+        for prompt in texts_again:
+            ours, theirs = (llm.generate(prompt, params)[0].outputs[0].token_ids for llm in (parts, whole))
+            assert ours == theirs
+        parts.engine.offloading.disk.flush()
+    stats = parts.engine.stats()
+    assert stats.num_loaded_host_blocks > 0
+    assert stats.num_loaded_disk_blocks > 0
+    assert stats.num_damaged_kv_files == 0
 
 
 def test_steps_that_run_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

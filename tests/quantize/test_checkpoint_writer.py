@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.families import SIZES
 from torch import Tensor
 
-from fastinfer.errors import CheckpointFormatError, QuantizationError
+from fastinfer.errors import CheckpointFormatError, QuantizationError, RequestError
 from fastinfer.formats.quantized_checkpoint import read_linear
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.formats.unpacked import Dense, Unpacked
@@ -152,7 +152,7 @@ def test_wrong_folders(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for out in (source, file):
-        with pytest.raises(QuantizationError, match="expected a new or empty folder"):
+        with pytest.raises(RequestError, match="out: expected a new or empty folder"):
             CheckpointWriter(out, source, "gptq", INT4)
     with pytest.raises(QuantizationError, match=r"expected one of gptq, .*, got 'awq'"):
         CheckpointWriter(tmp_path / "out", source, "awq", INT4)

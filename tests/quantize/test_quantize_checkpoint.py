@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.families import load, make_model, save_model, some_tokens
 from support.teacher_forcing import log_probabilities
 
-from fastinfer.errors import FastinferError, QuantizationError, RequestError, UnsupportedModelError
+from fastinfer.errors import FastinferError, RequestError, UnsupportedModelError
 from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.quantize.checkpoint import quantize_checkpoint
 from fastinfer.quantize.methods import SYMMETRIC, Method
@@ -151,5 +151,5 @@ def test_refusals(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    with pytest.raises(QuantizationError, match="expected a new or empty folder"):
+    with pytest.raises(RequestError, match="out: expected a new or empty folder"):
         quantize_checkpoint(tmp_path / "model", tmp_path / "full", method("rtn", 4), texts())

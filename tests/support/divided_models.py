@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastinfer.formats.gguf_rows import GGUFRows
+from fastinfer.formats.gguf_types import GGUFType
+from fastinfer.formats.mxfp4 import MXFP4_TABLE
 from fastinfer.formats.unpacked import Dense, Int8, Lut, Unpacked
 from fastinfer.models import Model
 from fastinfer.models.config import LatentAttentionConfig, ModelConfig
 from fastinfer.models.offload import tensors_of
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
-from support.random_checkpoint import int4, int8
+from support.gguf_unpack_reference import random_blocks
+from support.random_checkpoint import RandomCheckpoint, int4, int8
 
 CONFIG = ModelConfig(
     architecture="toy",
@@ -45,18 +49,76 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention_scale": 0.125,
     },
 }
+# Attention with an MLP, states with experts, and attention with experts, each with an input of its own. Products have
+# 256 inputs, which are whole blocks of any GGUF type.
+MIXED = replace(
+    CONFIG,
+    hidden_size=256,
+    intermediate_size=256,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    rotary_dim=64,
+    states=LinearAttentionConfig(2, 4, 64, 64, kernel_size=4),
+    state_layers=(False, True, False),
+    num_experts=3,
+    experts_per_token=2,
+    dense_layers=frozenset({0}),
+    dense_intermediate_size=256,
+    per_layer_size=256,
+)
+
+
+def _gguf(type: GGUFType) -> Callable[[Tensor], Unpacked]:
+    """Rows of one random file, at a place that depends on the values."""
+    file = random_blocks(type, 4096, MIXED.hidden_size).flatten()
+
+    def form(values: Tensor) -> Unpacked:
+        row_bytes = values.shape[1] // type.block_size * type.block_bytes
+        rows = file[: len(file) // row_bytes * row_bytes].reshape(-1, row_bytes)
+        first = int(1e6 * values[0, 0].abs()) % (len(rows) - len(values))
+        return GGUFRows.of(rows[first : first + len(values)], type, exact=False)
+
+    return form
+
+
+def _lut(table: Tensor) -> Callable[[Tensor], Unpacked]:
+    return lambda values: Lut(int4(values).q, int4(values).scales, table=table)
+
+
+GGUF_FORMS = {
+    name: _gguf(GGUFType[name]) for name in ("Q4_0", "Q8_0", "Q2_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ2_XXS")
+}
 FORMS: dict[str, Callable[[Tensor], Unpacked]] = {
-    "dense": lambda values: Dense(values.bfloat16()),
+    "fp32": Dense,
+    "bf16": lambda values: Dense(values.bfloat16()),
+    "fp16": lambda values: Dense(values.half()),
     "int4": int4,
+    "int4 symmetric": lambda values: replace(int4(values), mins=None),
     "int8": int8,
+    "int8 fp32 scales": lambda values: int8(values, torch.float32),
     "int8 permuted": lambda values: replace(int8(values), permutation=torch.arange(values.shape[1]).flip(0)),
     "w8a8": lambda values: Int8(
         (values / values.abs().amax(1, keepdim=True) * 127).round().to(torch.int8),
         values.abs().amax(1, keepdim=True) / 127,
         int8_activations=True,
     ),
-    "lut": lambda values: Lut(int4(values).q, int4(values).scales, table=torch.arange(-8.0, 8.0)),
+    "nf4": _lut(torch.linspace(-1, 1, 16) ** 3),
+    "mxfp4": _lut(MXFP4_TABLE),
+    **GGUF_FORMS,
 }
+
+
+def model_in(form: str, config: ModelConfig = MIXED) -> RandomCheckpoint:
+    """A model whose weights have a form; embeddings and experts have another where theirs must."""
+
+    def stored(name: str, values: Tensor) -> Unpacked:
+        if name.endswith("embedding"):
+            return FORMS[form if form in GGUF_FORMS and not form.startswith("IQ") else "int8"](values)
+        return FORMS["int8" if ".experts." in name and form == "int8 permuted" else form](values)
+
+    return RandomCheckpoint(config, stored)
 
 
 def weight_bytes(model: Model) -> int:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,6 +27,16 @@ LAYER = {
     "rope_theta": THETA,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
+}
+
+GGUF_TOP = {"fc": "fc", "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 
 
@@ -84,6 +95,42 @@ def write_specforge(folder: Path, head: dict[str, Tensor], **settings: Any) -> P
     renamed = {name.replace("layers.0.", "midlayer."): values for name, values in head.items()}
     config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(head["lm_head.weight"])}
     return _write(folder, renamed, LAYER | config | settings)
+
+
+def write_gguf_head(path: Path, head: dict[str, Tensor], **settings: Any) -> Path:
+    """Write a GGUF file as llama.cpp's converter does."""
+    path = path.with_suffix(".gguf")
+    writer = gguf.GGUFWriter(path, "eagle3")
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(VOCAB_SIZE)
+    writer.add_block_count(1)
+    writer.add_context_length(LAYER["max_position_embeddings"])
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_freq_base(THETA)
+    writer.add_layer_norm_rms_eps(EPS)
+    writer.add_array("eagle3.extract_layers", settings["extract_layers"])
+    writer.add_uint32("eagle3.target_hidden_size", settings.get("target_hidden_size", HIDDEN))
+    writer.add_bool("eagle3.norm_before_residual", settings.get("norm_before_residual", False))
+    names = {f"layers.0.{part}": f"blk.0.{stored}" for part, stored in GGUF_LAYER.items()} | GGUF_TOP
+    for name, values in head.items():
+        if name.startswith("layers.0.self_attn.") and name.split(".")[3] in ("q_proj", "k_proj"):
+            pairs = values.unflatten(0, (-1, 2, HEAD_DIM // 2))
+            values = pairs.transpose(1, 2).flatten(0, 2)
+        if name == "d2t":
+            values = values + torch.arange(len(values))  # the tokens themselves
+        if name != "t2d":
+            part, dot, kind = name.rpartition(".")
+            writer.add_tensor(f"{names[part]}.{kind}" if dot else name, values.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def _write(folder: Path, head: dict[str, Tensor], config: dict[str, Any]) -> Path:

@@ -45,7 +45,7 @@ class ExpertStack:
             self.dense = weight.double()
             self.arguments: dict[str, Any] = {"weight": weight}
             return
-        bits = {"int8": 8, "int6": 6}.get(form[:4], 4)
+        bits = {"int8": 8, "int6": 6, "int5": 5}.get(form[:4], 4)
         weights = [random_weight(bits, n, k, group, mins=form.endswith("min"), device=device) for _ in range(experts)]
         packed = [weight.packed for weight in weights]
         self.dense = torch.stack([weight.dense for weight in weights]).double()

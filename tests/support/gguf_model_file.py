@@ -68,6 +68,7 @@ def write_gguf(
     matrices: gguf.GGMLQuantizationType | None = None,
     is_fused: bool = False,
     tokens: list[str] | None = None,
+    nextn: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the file.
 
@@ -80,6 +81,7 @@ def write_gguf(
             those of latent attention, are left as they are, as in older files.
         tokens: vocabulary of a byte-level tokenizer whose only merge is that of its first two tokens; ``None`` for a
             file without a tokenizer.
+        nextn: tensors of a layer behind those that the configuration counts, which is for multi-token prediction.
     """
     quantized = quantized or {}
     config = model.config
@@ -95,7 +97,14 @@ def write_gguf(
         writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])  # llama.cpp wants at least one
     writer.add_vocab_size(config.vocab_size)
     _write_config(writer, architecture, config, is_fused)
-    names = gguf.get_tensor_name_map(table, config.num_hidden_layers)
+    num_blocks = config.num_hidden_layers
+    if nextn is not None:
+        writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
+        for name, values in nextn.items():
+            writer.add_tensor(f"blk.{num_blocks}.nextn.{name}.weight", values.contiguous().numpy())
+        num_blocks += 1
+    writer.add_block_count(num_blocks)
+    names = gguf.get_tensor_name_map(table, num_blocks)
     tensors = dict(model.state_dict())
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
@@ -120,7 +129,6 @@ def write_gguf(
 def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fused: bool) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     if architecture == "gemma4":
         _write_gemma4_config(writer, config)

@@ -307,8 +307,8 @@ def split_groups_of_16(data: np.ndarray, type: GGUFType, exact: bool) -> Dense |
 
 
 def two_level_reference(data: np.ndarray, type: GGUFType) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Integers [rows, cols] of Q4_K or Q6_K, then the integers [rows, groups] and factors [rows, blocks] of the scales,
-    and for Q4_K of the minimums."""
+    """Integers [rows, cols] of Q4_K, Q5_K or Q6_K, then the integers [rows, groups] and factors [rows, blocks] of the
+    scales, and for Q4_K and Q5_K of the minimums."""
     blocks = split_blocks(data, type)
     if type is GGUFType.Q6_K:
         scales = by_row(blocks[..., 192:208].copy().view(np.int8))
@@ -316,7 +316,10 @@ def two_level_reference(data: np.ndarray, type: GGUFType) -> tuple[Tensor, list[
     low, high, shared = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = np.concatenate([low & 63, shared & 15 | low >> 2 & 48], axis=-1).view(np.int8)
     mins = np.concatenate([high & 63, shared >> 4 | high >> 2 & 48], axis=-1).view(np.int8)
-    q = bit_fields(blocks, 16, 144, bits=4, run=32)
+    if type is GGUFType.Q5_K:
+        q = bit_fields(blocks, 48, 176, bits=4, run=32) | bit_fields(blocks, 16, 48, bits=1, run=32, shift=4)
+    else:
+        q = bit_fields(blocks, 16, 144, bits=4, run=32)
     factors = by_row(halves(blocks, 0)), -by_row(halves(blocks, 2))
     return by_row(q), list(zip((by_row(scales), by_row(mins)), factors, strict=True))
 

@@ -53,6 +53,7 @@ def device_fixture(*names: str) -> Callable[..., Any]:
             if request.param == "emulated":
                 monkeypatch.setattr(GGUFRows, "pack", pack_by_operators)
                 monkeypatch.setattr(GGUFRows, "two_level_bits", 0)
+                monkeypatch.setattr(GGUFRows, "has_five_bits", False)
                 order = order_of(request.node.nodeid.rpartition("/")[2])
                 request.node.add_report_section("call", "emulator", f"FASTINFER_BLOCK_ORDER={order}")
                 with Emulator(library).block_order(order), Placement():

@@ -24,7 +24,7 @@ def int32(*values: int) -> Tensor:
 
 
 def gemm_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Dense, int8, int6, int4 and table: plain and fused, without and with quantised activations."""
+    """Dense, int8, int6, int5, int4 and table: plain and fused, without and with quantised activations."""
     x = torch.randn(5, 64).bfloat16()
     names = ["bias", "norm_weight", "eps", "activation", "residual"]
     for fusion in ("plain", "norm+bias+residual", "norm+silu"):
@@ -42,6 +42,7 @@ def gemm_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
             weight = random_weight(6, 96, 256).packed.values()
             for activation_bits in (32, 16, 8):
                 yield "int6_gemm", (wide, *weight, *(options.get(name) for name in names), activation_bits)
+                yield "int5_gemm", (x, *random_weight(5, 96, 64).packed.values(), *fused, activation_bits)
         weight = random_weight(4, 96, 64, mins=False).packed
         yield "lut_gemm", (x, weight["qweight"], weight["scales"], torch.randn(16), 96, *fused, 32)
         for activation_bits in (16, 8):
@@ -85,8 +86,11 @@ def expert_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, None, None, 32)
         yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, torch.randn(6, 96), "gelu", 8)
     if cpu_alone:
+        weights = [random_weight(5, 96, 64).packed for _ in range(6)]
+        five = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales", "mins")]
         weights = [random_weight(6, 96, 256).packed for _ in range(6)]
         wide = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales")]
+        yield "grouped_int5_gemm", (x, *five, 96, *routing, torch.randn(6, 96), "gelu", 8)
         yield "grouped_int6_gemm", (torch.randn(5, 256).bfloat16(), *wide, 96, *routing, torch.randn(6, 96), "gelu", 8)
     yield "grouped_lut_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, torch.randn(6, 96), "clamped_swiglu", 32)
     for most in (16, 127):
@@ -99,7 +103,7 @@ def expert_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 def pack_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "permute_columns", (torch.randn(5, 96).bfloat16()[:, 32:], torch.randperm(64))
-    for bits in (8, 6, 4) if cpu_alone else (8, 4):
+    for bits in (8, 6, 5, 4) if cpu_alone else (8, 4):
         weight = random_weight(bits, 17, 256 if bits == 6 else 64)
         yield f"int{bits}_pack", (weight.q,)
         yield f"int{bits}_dequantize", (*weight.packed.values(), None, torch.float32)
@@ -170,6 +174,7 @@ def elementwise_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]))
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), x[:3].bfloat16())
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), None, torch.bfloat16)
+    yield "local_ids", (torch.tensor([3, 0, 9, 9, 4]), 3, 9)
     yield "silu_and_mul", (x,)
     yield "gelu_and_mul", (x, "none")
     yield "gelu", (x.half(), "tanh")
@@ -212,7 +217,6 @@ def parallel_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     ids = torch.tensor([3, 0, 9, 9, 4])
     yield "all_gather", (torch.randn(5, 48).bfloat16(), Group.create(1).memory, 0, [48])
     yield "all_gather_rows", (torch.randn(5, 48), ids, Group.create(1).memory, 0, 0, 10)
-    yield "local_ids", (ids, 3, 9)
     yield "all_reduce", (torch.randn(5, 48).half(), Group.create(1).memory, 0)
     x = torch.randn(5, 48)
     yield "all_reduce_add_rms_norm", (x, x.clone(), torch.ones(48), 1e-6, Group.create(1).memory, 0)
@@ -246,7 +250,7 @@ def op_calls(cpu_alone: bool = True, seed: int = 0) -> Iterator[tuple[str, tuple
         "experts": expert_calls(cpu_alone),
         "sample": sample_calls(),
         "linear attention": linear_attention_calls(),
-        "sparse attention": sparse_attention_calls() if cpu_alone else iter(()),
+        "sparse attention": sparse_attention_calls(),
         "parallel": parallel_calls() if cpu_alone else iter(()),
     }
     for name, calls in groups.items():

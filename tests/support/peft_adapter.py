@@ -1,4 +1,4 @@
-"""Random LoRA adapters, written as PEFT writes them."""
+"""Random LoRA adapters, written as PEFT writes them, or for the slots of a model."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastinfer.models.config import ModelConfig
+from fastinfer.models.lora import AdapterSlots, PreparedAdapter, _Place
 from fastinfer.models.lora_modules import module_sizes
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -50,3 +51,15 @@ def write_adapter(
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(modules), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(values | settings))
     return deltas
+
+
+def adapter_of_all_modules(slots: AdapterSlots, rank: int) -> PreparedAdapter:
+    """An update of every module, of every expert by itself."""
+    generator = torch.Generator().manual_seed(rank)
+    parts = []
+    for modules in (*slots.layers, {"lm_head": slots.lm_head}):
+        for module in modules.values():
+            for index in [()] if module.ranks.dim() == 1 else [(i,) for i in range(module.ranks.shape[1])]:
+                a, b = (torch.randn(rank, half.shape[-1], generator=generator) for half in (module.a, module.b))
+                parts.append((_Place(module, index), a, b / a.shape[1] ** 0.5))
+    return PreparedAdapter(Path("adapter"), str(rank), parts)

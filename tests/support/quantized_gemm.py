@@ -1,4 +1,4 @@
-"""The tests that int4_gemm, int6_gemm and int8_gemm share; a subclass in each operator's file names the bits."""
+"""The tests that int4_gemm to int8_gemm share; a subclass in each operator's file names the bits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class QuantizedWeight:
 
     @property
     def dense(self) -> Tensor:
-        offset = 8 if self.bits == 4 and self.mins is None else 0
+        offset = 2 ** (self.bits - 1) if self.bits < 6 and self.mins is None else 0
         return reference.dequantize(self.q, self.scales, self.mins, offset)
 
     @property
@@ -61,14 +61,12 @@ def random_weight(
     two_level: bool = False,
 ) -> QuantizedWeight:
     """Values of the size of 1 / sqrt(in_features); mins that shift them by about half their spread."""
-    low, high = {4: (0, 16), 6: (-32, 32), 8: (-128, 128)}[bits]
-    q = torch.randint(low, high, (out_features, in_features), device=device).to(
-        torch.uint8 if bits == 4 else torch.int8
-    )
+    low, high = {4: (0, 16), 5: (0, 32), 6: (-32, 32), 8: (-128, 128)}[bits]
+    q = torch.randint(low, high, (out_features, in_features), device=device).to(torch.uint8 if bits < 6 else torch.int8)
     spread = in_features**-0.5
     if two_level or bits == 6:
         group = 16 if bits == 6 else 32
-        both = (spread * 4 / 2**bits, spread)[: 1 + (mins and bits == 4)]
+        both = (spread * 4 / 2**bits, spread)[: 1 + (mins and bits < 6)]
         stored = tuple(random_two_level(out_features, in_features, group, size) for size in both)
         scales, shifts = (*(i * f.float().repeat_interleave(256 // group, 1) for i, f in stored), None)[:2]
         return QuantizedWeight(bits, q, scales, shifts, stored)
@@ -289,7 +287,7 @@ class QuantizedGemmTests:
     @pytest.mark.parametrize("tokens", [1, 19])
     def test_integer_sums_do_not_saturate(self, tokens: int, sign: int, device: str) -> None:
         """Extreme weights times extreme activations: 2 * 255 * 127 is past int16, where pairs may be added."""
-        low, high = {4: (0, 15), 6: (-32, 31), 8: (-128, 127)}[self.bits]
+        low, high = {4: (0, 15), 5: (0, 31), 6: (-32, 31), 8: (-128, 127)}[self.bits]
         for value in (low, high):
             weight = self.weight(33, 1536, group=1536, mins=False, device=device)
             weight.q.fill_(value)
@@ -412,7 +410,7 @@ class TwoLevelGemmTests(QuantizedGemmTests):
         """The largest weights, scales and multipliers of activations at once."""
         weight = self.weight(33, 1536, mins=False, device=device)
         ((integers, factors),) = weight.two_level
-        low, high = (0, 15) if self.bits == 4 else (-32, 31)
+        low, high = {4: (0, 15), 5: (0, 31), 6: (-32, 31)}[self.bits]
         for q, integer in ((low, -128), (high, -128), (high, 127)):
             weight.q.fill_(q)
             integers.fill_(integer)

@@ -422,6 +422,13 @@ def int4_pack(q: Tensor) -> Tensor:
     return runs[:, :, 0::2] | runs[:, :, 1::2] << 4
 
 
+def int5_pack(q: Tensor) -> Tensor:
+    """The low four bits as int4_pack, then the high bits of all eight runs."""
+    runs = int8_pack(q)
+    low, high = runs & 15, (runs >> 4) << torch.arange(8, dtype=torch.uint8)[:, None, None]
+    return torch.cat([low[:, :, 0::2] | low[:, :, 1::2] << 4, high.sum(2, keepdim=True, dtype=torch.uint8)], 2)
+
+
 def int6_pack(q: Tensor) -> Tensor:
     """q + 32: the low four bits as int4_pack, then for each run of 16 inputs the high bits of its runs of four."""
     words = int8_pack(q + 32).view(torch.uint8)

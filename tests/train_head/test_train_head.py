@@ -1,6 +1,7 @@
 """The training of draft heads: the torch layers compute what the engine does, and what is learned loads into it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from support.eagle_heads import (
     drafted_logits,
     random_head,
 )
+from support.scripts import load_script
 from support.tiny_folder import write_tiny_folder
 from support.toy import always_speculate
 from torch.nn.functional import log_softmax
@@ -95,7 +97,12 @@ def test_a_draft_counts_after_right_ones_alone() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model") / "model", "llama2", sizes={"num_hidden_layers": 7})
+    sizes = {"num_hidden_layers": 7, "max_position_embeddings": 512}
+    folder = write_tiny_folder(tmp_path_factory.mktemp("model") / "model", "llama2", sizes=sizes)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def test_a_head_is_trained_and_drafts(
@@ -117,8 +124,23 @@ def test_a_head_is_trained_and_drafts(
     expected = LLM(str(model), max_model_len=96).generate(["message 3", "and"], params)
     assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
     assert llm.engine.stats().num_drafted_tokens > 20
-    with pytest.raises(FastinferError, match="expected a new or empty folder"):
+    with pytest.raises(FastinferError, match="out: expected a new or empty folder"):
         train_head(str(model), str(data), 1.0, out, lambda text, share: None)
+
+
+def test_the_example(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also that the training ends if the first answers have taken the whole time."""
+    monkeypatch.setattr(run, "DRAFT_VOCAB_SIZE", 64)
+    monkeypatch.setattr(run, "MAX_SEQS", 4)
+    example, out = load_script("examples/train_head.py"), tmp_path / "head"
+    example.main([str(out), "--model", str(model), "--minutes", "0.001", "--max-tokens", "8"])
+    printed = capsys.readouterr().out
+    assert "% before, " in printed
+    answers = re.findall(r"\[(without drafts|with the head): \d+ tokens/s\]\n(.*?)\n\n", printed, re.DOTALL)
+    assert [name for name, _ in answers] == ["without drafts", "with the head"]
+    assert answers[0][1] == answers[1][1]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ KV cache in fp16. All use the fused kernels, the same token budget per step and 
 shows these kernels without the optimisations, not a naive implementation.
 
 Workload: requests that arrive together and share a system prompt; every second answer copies much of its prompt; output
-lengths are mixed and equal in all rows. Each run of a row is a new process, which loads the model, warms up, clears the
-prefix cache and measures; rows take turns. Rows without a KV cache stop at a time limit. Their tokens/s then refer to
-texts shorter than the final ones, which makes these rows look faster than they are.
+lengths are mixed and equal in all rows. Rows with long prompts have another workload, see
+:func:`fastinfer.benchmarks.ablation_row.make_jobs`, and are compared among each other. Each run of a row is a new
+process, which loads the model, warms up, clears the prefix cache and measures; rows take turns. Rows without a KV cache
+stop at a time limit. Their tokens/s then refer to texts shorter than the final ones, which makes these rows look faster
+than they are.
 """
 
 import argparse
@@ -41,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
         options.pop("max_num_seqs", BATCH_SIZE),
         args.speculative_tokens,
         args.limit_seconds,
+        args.document_tokens,
+        args.sparse_attention,
+        args.draft_head,
         options,
         args.threads,
     )
@@ -69,8 +74,13 @@ def tokens_per_s(runs: Sequence[Measured]) -> list[float]:
 
 
 def gain(row: Row, rows: Sequence[Row], results: Results) -> float:
-    """Return the ratio of a row's tokens/s to the first row's, as the median over the repeats."""
-    return median_ratio(tokens_per_s(results[row.key]), tokens_per_s(results[rows[0].key]))
+    """Return the ratio of a row's tokens/s to its baseline's, as the median over the repeats."""
+    return median_ratio(tokens_per_s(results[row.key]), tokens_per_s(results[baseline(row, rows).key]))
+
+
+def baseline(row: Row, rows: Sequence[Row]) -> Row:
+    """Return the row that a row's gain is relative to: its own baseline if that was measured, or else the first one."""
+    return next((other for other in rows if other.key == row.baseline), rows[0])
 
 
 def check_complete(row: Row, run: Measured) -> None:
@@ -100,7 +110,7 @@ def _table_rows(rows: Sequence[Row], results: Results) -> list[list[str]]:
     lines = [[*head, "weights MB", "peak memory MB"]]
     for row in rows:
         runs = results[row.key]
-        line = [row.title, f"{statistics.median(tokens_per_s(runs)):.1f}", f"{gain(row, rows, results):.2f}"]
+        line = [row.title, f"{statistics.median(tokens_per_s(runs)):.1f}", _gain_text(row, rows, results)]
         claim = _claim(row, rows)
         line.append("" if claim is None else f"{claim:g}")
         # Requests that the row did not reach in time would have waited longest.
@@ -111,6 +121,12 @@ def _table_rows(rows: Sequence[Row], results: Results) -> list[list[str]]:
         line += [f"{runs[0].weight_bytes / 1e6:.0f}", f"{max(run.peak_memory for run in runs) / 1e6:.0f}"]
         lines.append(line)
     return lines
+
+
+def _gain_text(row: Row, rows: Sequence[Row], results: Results) -> str:
+    other = baseline(row, rows)
+    text = f"{gain(row, rows, results):.2f}"
+    return text if other is rows[0] else f"{text} ({other.title})"
 
 
 def _claim(row: Row, rows: Sequence[Row]) -> float | None:
@@ -137,13 +153,13 @@ def _plot(path: Path, title: str, rows: Sequence[Row], results: Results) -> Path
 
     names = [row.title for row in rows][::-1]  # horizontal bars are drawn from the bottom
     speeds = [statistics.median(tokens_per_s(results[row.key])) for row in rows][::-1]
-    gains = [gain(row, rows, results) for row in rows][::-1]
+    gains = [_gain_text(row, rows, results) for row in rows][::-1]
     memory = [max(run.peak_memory for run in results[row.key]) / 1e6 for row in rows][::-1]
     figure = Figure(figsize=(11, 1.6 + 0.4 * len(rows)), layout="constrained")
     figure.suptitle(title)
     speed_axes, memory_axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     bars = speed_axes.barh(range(len(rows)), speeds, height=0.5, label="measured")
-    labels = [f"{speed:.1f} ({times:.1f}x)" for speed, times in zip(speeds, gains, strict=True)]
+    labels = [f"{speed:.1f}, x {times}" for speed, times in zip(speeds, gains, strict=True)]
     speed_axes.bar_label(bars, labels, padding=3)
     claims = {len(rows) - 1 - index: _claim(row, rows) for index, row in enumerate(rows)}
     claimed = {index: claim * speeds[-1] for index, claim in claims.items() if claim is not None}

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from fastinfer import hub
 from fastinfer.benchmarks.ablation_rows import ROWS, Row
 from fastinfer.benchmarks.batching import Static
 from fastinfer.benchmarks.no_kv_cache import replay_without_kv_cache
@@ -17,12 +18,16 @@ from fastinfer.benchmarks.prompts import COPY_HEAVY, OTHERS, SYSTEM
 from fastinfer.benchmarks.repack import repack, weight_bytes
 from fastinfer.benchmarks.replay import Job, Replay, replay
 from fastinfer.benchmarks.subject import Subject
+from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
+from fastinfer.engine.prompt_layout import Piece, PromptLayout
 from fastinfer.errors import FastinferError
+from fastinfer.models import load_weights, open_checkpoint
 from fastinfer.models.decoder import Decoder
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.utils.torch_threads import set_num_threads
 
+OWN_TOKENS = 8  # that precede the shared text of long prompts
 WARM_UP_S = 1.0  # limit of rows without a KV cache; they use no graphs, so the first token warms up everything
 
 
@@ -36,6 +41,9 @@ class Settings:
         new_tokens: largest number of generated tokens of a request; each has at least a quarter of it.
         batch_size: number of requests that run at the same time, in rows that run several.
         speculative_tokens: largest number of drafted tokens per step.
+        document_tokens: length of the text that long prompts share.
+        attended_tokens: number of tokens that a generated one attends to, with sparse attention.
+        draft_head: folder of a draft head; ``None`` without the row that needs it.
         limit_s: time limit of rows without a KV cache, in seconds.
         loading: options of :meth:`Subject.load`.
         threads: number of CPU threads; ``None`` for one per core.
@@ -47,6 +55,9 @@ class Settings:
     batch_size: int
     speculative_tokens: int
     limit_s: float
+    document_tokens: int
+    attended_tokens: int
+    draft_head: str | None = None
     loading: dict[str, Any] = field(default_factory=dict)
     threads: int | None = None
 
@@ -81,21 +92,38 @@ class Measured:
     num_accepted: int
 
 
-def make_jobs(subject: Subject, requests: int, new_tokens: int) -> list[Job]:
+def make_jobs(subject: Subject, row: Row, settings: Settings) -> list[Job]:
     """Create the requests: a common system prompt, alternately copy-heavy and other questions, mixed output lengths.
 
+    Long prompts have a shared text of random tokens instead of the system prompt, and a few tokens of their own before.
     End-of-sequence is ignored, because answers differ between forms of weights, but their lengths must not.
     """
-    rng = random.Random(0)
+    rng, new_tokens = random.Random(0), settings.new_tokens
     messages = [message for pair in zip(COPY_HEAVY, OTHERS, strict=True) for message in pair]
     jobs = []
-    for index in range(requests):
+    document = subject.random_prompt(rng, settings.document_tokens)
+    for index in range(settings.requests):
         params = SamplingParams(
             temperature=0, max_tokens=rng.randint(max(new_tokens // 4, 1), new_tokens), ignore_eos=True
         )
-        prompt = subject.chat_prompt(messages[index % len(messages)], SYSTEM)
-        jobs.append(Job(prompt, params))
+        message = messages[index % len(messages)]
+        if row.long_prompts:
+            own = subject.random_prompt(rng, OWN_TOKENS)
+            layout = long_prompt(own, document, subject.chat_prompt(message), row.modules)
+            jobs.append(Job(layout.token_ids, params, layout=layout if row.modules else None))
+        else:
+            jobs.append(Job(subject.chat_prompt(message, SYSTEM), params))
     return jobs
+
+
+def long_prompt(own: list[int], document: list[int], message: list[int], are_modules: bool) -> PromptLayout:
+    """Lay out a prompt: its own tokens, the halves of the shared text, which may be modules, and the message."""
+    pieces, position = [], 0
+    half = len(document) // 2
+    for tokens, is_shared in ((own, False), (document[:half], True), (document[half:], True), (message, False)):
+        pieces.append(Piece(tokens, position, is_module=is_shared and are_modules))
+        position += len(tokens)
+    return PromptLayout(pieces, EngineConfig.block_size, recomputed_blocks=1)
 
 
 def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> Measured:
@@ -103,11 +131,16 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
     new_tokens = [job.params.max_tokens or 0 for job in jobs]
     longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
     batch_size = 1 if row.batching is None else settings.batch_size
+    if row.draft_head:
+        assert settings.draft_head is not None
+        checkpoint = open_checkpoint(hub.resolve(settings.draft_head))
+        subject = replace(subject, draft_model=load_weights(checkpoint, "auto", subject.device, longest))
     engine = subject.make_engine(
         max_model_len=longest,
         max_num_seqs=batch_size,
         enable_prefix_caching=row.prefix_caching,
-        num_speculative_tokens=settings.speculative_tokens if row.speculation else 0,
+        num_speculative_tokens=settings.speculative_tokens if row.speculation or row.draft_head else 0,
+        sparse_attention=settings.attended_tokens if row.sparse_attention else None,
     )
     _run(engine, row, _warm_up(jobs[:batch_size]), batch_size, WARM_UP_S)
     engine.block_manager.reset_prefix_cache()
@@ -158,7 +191,7 @@ def main(message: dict[str, Any]) -> Measured:
     assert isinstance(loaded.model, Decoder)
     subject = replace(loaded, model=repack(loaded.model, row.weights))
     del loaded  # frees the original weights, which do not count as the row's memory
-    return measure(subject, row, settings, make_jobs(subject, settings.requests, settings.new_tokens))
+    return measure(subject, row, settings, make_jobs(subject, row, settings))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,11 @@ class Row:
         batching: ``"continuous"``, ``"static"``, or ``None`` for one request at a time.
         prefix_caching: whether the prefix cache is on.
         speculation: whether n-gram speculation is on.
+        draft_head: whether a draft head drafts tokens.
+        long_prompts: whether each prompt is a line of its own, a long text that all share, and a question.
+        modules: whether the shared text is two prompt modules.
+        sparse_attention: whether generated tokens attend to a part of the text.
+        baseline: key of the row that the gain is relative to; ``None`` for the first.
         claim: gain over the first row that published ablations of this kind report.
     """
 
@@ -27,6 +32,11 @@ class Row:
     batching: str | None = "continuous"
     prefix_caching: bool = False
     speculation: bool = False
+    draft_head: bool = False
+    long_prompts: bool = False
+    modules: bool = False
+    sparse_attention: bool = False
+    baseline: str | None = None
     claim: float | None = None
 
 
@@ -72,5 +82,42 @@ ROWS = (
         "int4",
         prefix_caching=True,
         speculation=True,
+    ),
+    Row(
+        "head",
+        "+ draft head",
+        "as + prefix cache, and several tokens drafted by a draft head are verified per step",
+        "int4",
+        prefix_caching=True,
+        draft_head=True,
+        baseline="prefix",
+    ),
+    Row(
+        "long",
+        "long prompts",
+        "as + prefix cache, with a long text that all prompts share, after a line of its own in each",
+        "int4",
+        prefix_caching=True,
+        long_prompts=True,
+    ),
+    Row(
+        "modules",
+        "+ prompt modules",
+        "as long prompts, and the shared text is two prompt modules",
+        "int4",
+        prefix_caching=True,
+        long_prompts=True,
+        modules=True,
+        baseline="long",
+    ),
+    Row(
+        "sparse",
+        "+ sparse attention",
+        "as long prompts, and each generated token attends to a part of the text",
+        "int4",
+        prefix_caching=True,
+        long_prompts=True,
+        sparse_attention=True,
+        baseline="long",
     ),
 )

@@ -8,6 +8,7 @@ import math
 import random
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 from fastinfer.benchmarks import batching
 from fastinfer.benchmarks.progress import Progress, silent
@@ -103,7 +104,7 @@ def measure(
     """Measure each policy on the jobs, which arrive at ``rate`` per second."""
     new_tokens = [job.params.max_tokens or 0 for job in jobs]
     longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
-    options = {"max_num_seqs": max_num_seqs, "max_model_len": longest, "enable_prefix_caching": False}
+    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": longest, "enable_prefix_caching": False}
     engine = subject.make_engine(**options)
     policies = batching.policies(max_num_seqs, engine.config.max_num_batched_tokens)
     replays: dict[str, list[Replay]] = {name: [] for name in policies}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fastinfer.benchmarks.batching import Batching, Continuous
 from fastinfer.engine.engine import Engine
+from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.errors import RequestError
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
@@ -17,11 +18,19 @@ POLL_S = 0.001  # how often a policy that waits for more jobs is asked again
 
 @dataclass(frozen=True)
 class Job:
-    """A request and its arrival time, in seconds after the start of the replay."""
+    """A request.
+
+    Attributes:
+        prompt_token_ids: tokens of the prompt, by slot if it has a layout.
+        params: parameters of the request.
+        arrival_s: arrival time, in seconds after the start of the replay.
+        layout: layout of a prompt of modules; ``None`` for other prompts.
+    """
 
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_s: float = 0.0
+    layout: PromptLayout | None = None
 
 
 @dataclass
@@ -152,7 +161,8 @@ class Recorder:
 
     def add(self, job: Job) -> Timeline:
         timeline = Timeline(job)
-        self._timelines[self._engine.add_request(job.prompt_token_ids, job.params)] = timeline
+        request = self._engine.validate(job.prompt_token_ids, job.params, layout=job.layout)
+        self._timelines[self._engine.add_request(request, job.params)] = timeline
         return timeline
 
     def step(self) -> float:

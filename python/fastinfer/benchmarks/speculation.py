@@ -8,6 +8,7 @@ For single answers the time to the first token is left out.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fastinfer.benchmarks.progress import Progress, silent
 from fastinfer.benchmarks.prompts import COPY_HEAVY, OTHERS
@@ -95,7 +96,7 @@ def measure(
     if prompts_of is None:
         prompts_of = {kind: [subject.chat_prompt(message) for message in texts] for kind, texts in KINDS.items()}
     params = SamplingParams(temperature=0, max_tokens=new_tokens)
-    options = {
+    options: dict[str, Any] = {
         "max_num_seqs": max(map(len, prompts_of.values())),
         "max_model_len": max(len(prompt) for prompts in prompts_of.values() for prompt in prompts) + new_tokens,
         "enable_prefix_caching": False,

@@ -27,6 +27,7 @@ class Subject:
         kv_cache_dtype: dtype of the cached keys and values.
         device: device of the model.
         context: ``max_model_len`` of all engines; ``None`` for what each of them needs.
+        draft_model: draft model or draft head of all engines; ``None`` for none.
     """
 
     model: Model
@@ -34,6 +35,7 @@ class Subject:
     kv_cache_dtype: torch.dtype
     device: str = "cpu"
     context: int | None = None
+    draft_model: Model | None = None
 
     @classmethod
     def load(
@@ -76,7 +78,7 @@ class Subject:
             num_kv_blocks=num_blocks,
             **options,
         )
-        return Engine(self.model, self.tokenizer, config)
+        return Engine(self.model, self.tokenizer, config, self.draft_model)
 
     def random_prompt(self, rng: random.Random, length: int) -> list[int]:
         """Return meaningless token ids, which no cache has and no speculation predicts."""

@@ -24,7 +24,11 @@ from fastinfer.quantize.methods import METHODS
 
 DEFAULT_BENCHMARK = "end-to-end"
 SECTION_TOKENS = 512
-ABLATION_ROWS = ("none", "kv", "batch", "kv+batch", "continuous", "int8", "int4", "prefix", "speculation")
+HEAD_ROW = "head"  # of the ablation, which needs a draft head
+ABLATION_ROWS = (
+    *("none", "kv", "batch", "kv+batch", "continuous", "int8", "int4", "prefix", "speculation"),
+    *(HEAD_ROW, "long", "modules", "sparse"),
+)
 THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
 
 
@@ -93,6 +97,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=device, metavar="LIST", help="with --memory: devices like cuda:0=24,cuda:1=8 or cuda+cpu"
     )
+    parser.add_argument("--draft-model", metavar="MODEL", help="with --memory: a draft model or head beside it; or mtp")
     parser.add_argument("--group", type=count(32), metavar="N", help="with --plan: inputs that share a scale")
     parser.add_argument(
         "--arch", type=count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"
@@ -295,9 +300,24 @@ def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
     benchmark.add_argument(
         "--rows",
         type=names(ABLATION_ROWS),
-        default=ABLATION_ROWS,
+        default=tuple(row for row in ABLATION_ROWS if row != HEAD_ROW),
         metavar="NAME,NAME",
-        help=f"some of {','.join(ABLATION_ROWS)}; default: all",
+        help=f"some of {', '.join(ABLATION_ROWS)}; default: all but {HEAD_ROW}",
+    )
+    benchmark.add_argument("--draft-head", metavar="FOLDER", help=f"draft head of the row {HEAD_ROW}")
+    benchmark.add_argument(
+        "--document-tokens",
+        type=count(64),
+        default=1536,
+        metavar="N",
+        help="of the text that long prompts share; default: %(default)s",
+    )
+    benchmark.add_argument(
+        "--sparse-attention",
+        type=count(128),
+        default=512,
+        metavar="TOKENS",
+        help="tokens that each generated token attends to in the row sparse; default: %(default)s",
     )
     benchmark.add_argument("--requests", type=count(1), default=24, metavar="N", help="default: %(default)s")
     benchmark.add_argument(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fastinfer import hub
+from fastinfer.cli.arguments import HEAD_ROW
 from fastinfer.cli.options import API_KEY_VARIABLE
 from fastinfer.client.endpoint import Endpoint
 from fastinfer.distill.settings import SELF, Settings
@@ -21,7 +22,7 @@ from fastinfer.evaluation.text_file import read_text
 from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
-from fastinfer.utils.checks import show_path
+from fastinfer.utils.checks import check_new_folder, show_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -44,7 +45,17 @@ def check_session(args: argparse.Namespace) -> None:
     SamplingParams(**sampling_fields(args))
     if args.adapter is not None and not os.path.isfile(os.path.join(args.adapter, ADAPTER_CONFIG)):
         raise AdapterError(f"--adapter: expected a folder with {ADAPTER_CONFIG}, got {show_path(args.adapter)}")
+    check_models(args)
+
+
+def check_models(args: argparse.Namespace) -> None:
+    """Look up the model, and the draft model if there is one."""
+    draft_model = args.engine_options.get("draft_model")
+    if draft_model is not None and not args.engine_options.get("num_speculative_tokens"):
+        raise RequestError("--draft-model: expected --speculate of at least 1 with it, got none")
     hub.resolve(args.model)
+    if draft_model not in (None, hub.MTP):
+        hub.resolve(draft_model)
 
 
 def check_chat(args: argparse.Namespace) -> None:
@@ -67,8 +78,11 @@ def check_bench(args: argparse.Namespace) -> None:
     """Check the arguments of a benchmark."""
     if "url" in args:
         check_server(args)
-    else:
-        hub.resolve(args.model)
+        return
+    if "draft_head" in args and (args.draft_head is None) is (HEAD_ROW in args.rows):
+        row = "with" if args.draft_head is None else "without"
+        raise RequestError(f"--draft-head: expected one with the row {HEAD_ROW} alone, got {args.draft_head} {row} it")
+    check_models(args)
 
 
 def check_server(args: argparse.Namespace) -> None:
@@ -82,8 +96,9 @@ def check_server(args: argparse.Namespace) -> None:
 
 def check_info(args: argparse.Namespace) -> None:
     """Check the arguments of ``info``."""
-    if args.memory:
-        hub.resolve(args.memory)
+    for model in (args.memory, args.draft_model):
+        if model not in (None, hub.MTP):
+            hub.resolve(model)
 
 
 def check_quantize(args: argparse.Namespace) -> None:
@@ -94,6 +109,7 @@ def check_quantize(args: argparse.Namespace) -> None:
     for path in (args.calibration, args.evaluation):
         if path is not None:
             read_text(path)
+    check_new_folder("--out", Path(args.out))
     source = hub.resolve(args.model)
     if not source.is_dir():
         raise RequestError(f"model: expected a folder of safetensors files, got {source}")
@@ -103,8 +119,7 @@ def check_train_head(args: argparse.Namespace) -> None:
     """Check the arguments of ``train-head``."""
     if args.data != SELF:
         read_text(args.data)
-    if (out := Path(args.out)).exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"--out: expected a new or empty folder, got {out}")
+    check_new_folder("--out", Path(args.out))
     hub.resolve(args.model)
 
 

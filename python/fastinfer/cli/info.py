@@ -21,9 +21,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.memory:
         # Imported here, because it needs the compiled extension, without which the table below still works.
-        from fastinfer.cli import memory_bounds, memory_report
+        from fastinfer.cli import memory_description, memory_report
 
-        described = memory_bounds.describe(args.memory, args.context, args.batch, device=args.device)
+        described = memory_description.describe(
+            args.memory, args.context, args.batch, device=args.device, draft_model=args.draft_model
+        )
         print(json.dumps(described, indent=2) if args.json else memory_report.report(described))
         return 0
     found = machine_facts()

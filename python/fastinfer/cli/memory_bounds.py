@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastinfer import _C, hub
+from fastinfer import _C
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import modules_obstacle
-from fastinfer.engine.kv_cache_size import available_memory
 from fastinfer.engine.placement import common_dtype, place_model, weight_bytes_by_device
-from fastinfer.models import open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import KVShape, ModelConfig, Precision
 from fastinfer.models.kv_cache import num_blocks_for, token_bytes
@@ -30,17 +28,13 @@ from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.sparse_attention import bounds_bytes, has_bounds
 from fastinfer.models.state_cache import state_bytes
-from fastinfer.utils.checks import check_int
 from fastinfer.utils.device import resolve_places
-from fastinfer.utils.machine import machine_facts
 from fastinfer.utils.places import parse_places
-from fastinfer.utils.torch_threads import one_torch_thread
 from fastinfer.weights.expert_weights import DenseExperts, ExpertWeights
 from fastinfer.weights.weight import DenseWeight, Weight
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 TABLES = ("cos_sin_cache", "query_scales")  # of positions, in the parts of layers
-MAX_BATCH = 2**20
 BLOCK_INPUTS = 32  # number of inputs in a block of a packed weight
 READ_BYTES = 256 << 20  # more than the last-level cache of nearly all machines
 SAMPLE_S = 0.03
@@ -322,84 +316,6 @@ def head_layouts(config: ModelConfig) -> dict[str, int]:
         return {"MLA": config.num_kv_heads}
     own = {config.num_heads: "MHA", 1: "MQA"}.get(config.num_kv_heads, "GQA")
     return {own: config.num_kv_heads} | {"MHA": config.num_heads, "MQA": 1}
-
-
-def describe(
-    model: str, context: int | None, batch: int, rates: Rates | None = None, device: str | None = None
-) -> dict[str, Any]:
-    """Compute all figures as JSON values, in bytes and seconds.
-
-    Args:
-        model: name or path of the model.
-        context: tokens of each sequence; ``None`` for the model's limit.
-        batch: number of sequences.
-        rates: rates of the CPU; measured if ``None``.
-        device: list of places whose memory is described, too; ``None`` for none.
-
-    Raises:
-        ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the model cannot be loaded.
-        RequestError: ``context`` is beyond the model's limit, or ``batch`` is out of range.
-    """
-    checkpoint = open_checkpoint(hub.resolve(model))
-    config = checkpoint.config
-    context = config.max_position if context is None else context
-    check_int("--context", context, 1, config.max_position)
-    check_int("--batch", batch, 1, MAX_BATCH)
-    with one_torch_thread():
-        weights = Weights.of(checkpoint)
-    rates = rates or Rates.measure()
-    layouts = head_layouts(config)
-    kv_dtypes = KV_DTYPES if config.latent_attention is None else KV_DTYPES[:-1]
-    kv_bytes = {
-        layout: {dtype_name(dtype): kv_cache_bytes(config, heads, dtype, context, batch) for dtype in kv_dtypes}
-        for layout, heads in layouts.items()
-    }
-    own = next(iter(layouts))
-
-    def bound(cache_bytes: float, tokens: int, attended: Counter[KVShape], *, is_prompt: bool) -> float:
-        """Return the least seconds for ``tokens`` tokens of each sequence with ``attended`` (query, key) pairs each."""
-        elements = sum((shape.head_dim + (shape.value_dim or shape.head_dim)) * n for shape, n in attended.items())
-        attention = 2 * config.num_heads * elements
-        floats = attention + weights.float_operations * tokens + weights.reading_float_operations
-        products = weights.byte_operations * tokens + weights.reading_byte_operations
-        float_rate, byte_rate = rates.float_operations, rates.byte_operations
-        if is_prompt:  # but not its logits
-            float_rate = max(float_rate, rates.float_tile_operations)
-            byte_rate = max(byte_rate, rates.byte_tile_operations)
-        seconds = floats / float_rate + products / byte_rate
-        seconds += weights.logits_float_operations / rates.float_operations
-        seconds += weights.logits_byte_operations / rates.byte_operations
-        read_bytes = weights.read_bytes(config, batch * tokens) + cache_bytes
-        return max(read_bytes / rates.read_bytes, batch * seconds)
-
-    in_prefill = attended_positions(config, context)
-    in_step = positions_of_last(config, context, range(config.num_layers))
-    seen = {dtype: sum(count * token_bytes(shape, dtype) for shape, count in in_step.items()) for dtype in kv_dtypes}
-    states = 2 * all_state_bytes(config)  # read and written
-    steps = {
-        dtype_name(dtype): bound(batch * (size + states), 1, in_step, is_prompt=False) for dtype, size in seen.items()
-    }
-    return {
-        "model": model,
-        "architecture": config.architecture,
-        "num_layers": config.num_stored_layers,
-        **{name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
-        "head_layout": own,
-        "context": context,
-        "batch": batch,
-        "weights_bytes": weights.memory_bytes,
-        "kv_cache_bytes": kv_bytes,
-        "page_bounds_bytes": page_bounds_bytes(config, context, batch),
-        "module_token_bytes": module_token_bytes(config, kv_dtypes),
-        "total_bytes": {name: weights.memory_bytes + size for name, size in kv_bytes[own].items()},
-        "memory_bytes": machine_facts()["cpu"]["memory"],
-        "available_bytes": available_memory("cpu"),
-        "measured_per_s": vars(rates),
-        "devices": [] if device is None else device_memory(checkpoint, device, context, batch),
-        "threads": _C.get_num_threads(),
-        "decode_step_s": steps,
-        "prefill_s": bound(0, context, in_prefill, is_prompt=True),
-    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

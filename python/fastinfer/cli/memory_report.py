@@ -8,7 +8,7 @@ from fastinfer.utils.table import format_table
 
 
 def report(found: dict[str, Any]) -> str:
-    """Write the figures of :func:`fastinfer.cli.memory_bounds.describe` as text."""
+    """Write the figures of :func:`fastinfer.cli.memory_description.describe` as text."""
     rates, batch, context = found["measured_per_s"], found["batch"], found["context"]
     default = dtype_name(Precision.of("auto").kv_cache_dtype)
     sizes = next(iter(found["kv_cache_bytes"].values()))
@@ -41,6 +41,13 @@ def report(found: dict[str, Any]) -> str:
     if module_bytes := found["module_token_bytes"].get(default):
         thousand = _size(1000 * module_bytes)
         lines["modules"] = f"{thousand} for each 1,000 tokens of prompt modules, once for all prompts that have them"
+    if draft := found["draft"]:
+        cache = _size(draft["kv_cache_bytes"][default])
+        lines["draft"] = f"{_size(draft['weights_bytes'])} of weights and a cache of {cache}, which are in the table"
+    if training := found["distillation"]:
+        layer, vocabulary = _size(training["layer_bytes"]), _size(training["vocabulary_bytes"])
+        lines["distill"] = f"a student takes {vocabulary}, and {layer} for each layer with gradients and optimizer;"
+        lines["distill"] += f" records {training['record_bytes']} bytes a token"
     text = "\n".join(f"{name:<10} {value}" for name, value in lines.items())
     if found["devices"]:
         text += f"\n\n{_devices(found['devices'])}"

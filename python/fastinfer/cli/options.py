@@ -102,7 +102,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         action=EngineOption,
         type=count(0, MAX_SPECULATIVE_TOKENS),
         metavar="N",
-        help="draft up to N tokens per step from n-grams of the text; default: 0",
+        help="draft up to N tokens per step, from n-grams of the text unless there is a draft model; default: 0",
+    )
+    options.add_argument(
+        "--draft-model",
+        action=EngineOption,
+        metavar="MODEL",
+        help="smaller model or draft head that drafts them, named like a model; mtp: the model's own layer for that",
     )
     options.add_argument(
         "--sparse-attention",
@@ -124,7 +130,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         action=EngineOption,
         type=count(1, MAX_RANKS),
         metavar="N",
-        help="processes of this machine that compute the model together, on a CPU; default: 1",
+        help="processes of this machine that compute the model together; default: 1",
     )
     options.add_argument(
         "--tensor-parallel-layout",

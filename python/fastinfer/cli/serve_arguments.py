@@ -5,8 +5,7 @@ import importlib.util
 import os
 from urllib.parse import urlsplit
 
-from fastinfer import hub
-from fastinfer.cli.checks import ADAPTER_CONFIG
+from fastinfer.cli.checks import ADAPTER_CONFIG, check_models
 from fastinfer.cli.http_options import add_limits, add_listening, add_logs, check_http
 from fastinfer.cli.options import EngineOption, add_engine_options, count, rate
 from fastinfer.cli.router_arguments import add_beta
@@ -174,7 +173,7 @@ def check_serve(args: argparse.Namespace) -> None:
     for _, folder in args.lora:
         if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
             raise AdapterError(f"--lora: expected a folder with {ADAPTER_CONFIG}, got {show_path(folder)}")
-    hub.resolve(args.model)
+    check_models(args)
 
 
 def _check_cache(place: str, threshold: float | None) -> None:

@@ -53,14 +53,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def replica_share(size: int, options: Mapping[str, Any]) -> ReplicaShare:
-    """Return what replicas on a CPU share: the free memory of now, and one copy of the weights.
+    """Return what replicas on a CPU share: the free memory of now, and one copy of the weights of each model.
 
     Args:
         size: number of replicas.
         options: options of the engine. If ranks divide the model, each process has its own part of the weights.
     """
     is_divided = any(options.get(name, 1) > 1 for name in ("tensor_parallel_size", "pipeline_parallel_size"))
-    weights = () if is_divided else (SealedMemory.create().descriptor,)
+    num_models = 0 if is_divided else 1 if options.get("draft_model") is None else 2
+    weights = tuple(SealedMemory.create().descriptor for _ in range(num_models))
     return ReplicaShare(size, host_memory().available, weights)
 
 

@@ -15,7 +15,10 @@ UNSEEN = -1e9
 
 @dataclass(frozen=True)
 class Targets:
-    """The teacher's distributions, in the form in which they are stored.
+    """The teacher's distributions, as its likeliest tokens and one outcome that stands for all others.
+
+    The divergence of these is a lower bound on that of the whole distributions, and equal to it where the student's
+    other probabilities are proportional to the teacher's.
 
     Attributes:
         tokens: [n, k] int64, the likeliest tokens of each position.
@@ -27,13 +30,31 @@ class Targets:
     log_probs: Tensor
     tail: Tensor
 
+    def compare(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities [n, k + 1] of the teacher and of a student with logits [n, vocab]."""
+        p = torch.cat([self.log_probs, self.tail[:, None]], -1).float().log_softmax(-1)
+        chosen = logits.gather(-1, self.tokens) - logits.logsumexp(-1, keepdim=True)
+        others = torch.log1p(-chosen.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+        return p, torch.cat([chosen, others], -1)
 
-def logit_loss(logits: Tensor, targets: Targets, divergence: str, temperature: float = 1.0) -> Tensor:
+
+@dataclass(frozen=True)
+class WholeTargets:
+    """The teacher's distributions over all tokens.
+
+    Attributes:
+        log_probs: [n, vocab].
+    """
+
+    log_probs: Tensor
+
+    def compare(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities [n, vocab] of the teacher and of a student with logits [n, vocab]."""
+        return self.log_probs, logits.log_softmax(-1)
+
+
+def logit_loss(logits: Tensor, targets: Targets | WholeTargets, divergence: str, temperature: float = 1.0) -> Tensor:
     """Compute the divergence of the student's distributions from the teacher's.
-
-    Both have ``k + 1`` outcomes: the teacher's likeliest tokens, and one that stands for all others. The divergence of
-    these is a lower bound on that of the whole distributions, and equal to it where the student's other probabilities
-    are proportional to the teacher's.
 
     Args:
         logits: [n, vocab], the student's.
@@ -43,8 +64,7 @@ def logit_loss(logits: Tensor, targets: Targets, divergence: str, temperature: f
             the sum of ``min(teacher, student)`` (arXiv 2602.23881).
         temperature: divisor of the logits; the result is multiplied by its square, so that gradients keep their size.
     """
-    p = torch.cat([targets.log_probs, targets.tail[:, None]], -1).float().log_softmax(-1)
-    q = _student(logits.float() / temperature, targets.tokens)
+    p, q = targets.compare(logits.float() / temperature)
     if divergence == "fkl":
         loss = _kl(p, q)
     elif divergence == "rkl":
@@ -76,13 +96,6 @@ def attention_loss(student: Tensor, teacher: Tensor, num_heads: int) -> Tensor:
         num_heads: number of relation heads, which divides both widths.
     """
     return _kl(_relations(teacher, num_heads), _relations(student, num_heads)).mean()
-
-
-def _student(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return [n, k + 1] log-probabilities of the tokens and of all others together."""
-    chosen = logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)
-    others = torch.log1p(-chosen.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-    return torch.cat([chosen, others], -1)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

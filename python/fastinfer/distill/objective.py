@@ -1,13 +1,13 @@
 """Objective of the training: a sum of losses against the teacher's records."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fastinfer.distill.losses import Targets, attention_loss, hidden_loss, logit_loss
+from fastinfer.distill.losses import Targets, WholeTargets, attention_loss, hidden_loss, logit_loss
 from fastinfer.distill.student import PROJECTIONS, Student
 from fastinfer.errors import RequestError
 
@@ -26,14 +26,17 @@ class Objective:
         hidden_layers: the teacher's layers whose outputs are compared with the student's.
         attention_layer: the teacher's layer whose relations are compared; ``None`` for none.
         relation_heads: number of relation heads.
+        teacher_log_probs: function that returns the teacher's log-probabilities of recorded outputs, see
+            :meth:`fastinfer.distill.teacher.Teacher.log_probs`.
     """
 
     losses: Sequence[str]
     divergence: str
     temperature: float
-    hidden_layers: Sequence[int] = ()
-    attention_layer: int | None = None
-    relation_heads: int = 1
+    hidden_layers: Sequence[int]
+    attention_layer: int | None
+    relation_heads: int
+    teacher_log_probs: Callable[[Tensor], Tensor]
 
     def __call__(self, student: Student, shard: dict[str, Tensor]) -> Tensor:
         """Compute the sum for some texts of a shard, see :class:`fastinfer.distill.shards.Shards`."""
@@ -45,10 +48,7 @@ class Objective:
             logits = student.logits(ids[:, :-1]).flatten(0, 1)
         parts = []
         if "logit" in self.losses:
-            rows = (shard[name].flatten(0, 1) for name in ("tokens", "log_probs", "tail"))
-            tokens, log_probs, tail = rows
-            targets = Targets(tokens.long(), log_probs.float(), tail.float())
-            parts.append(logit_loss(logits, targets, self.divergence, self.temperature))
+            parts.append(logit_loss(logits, self._targets(shard), self.divergence, self.temperature))
         if "ce" in self.losses:
             parts.append(cross_entropy(logits.float(), ids[:, 1:].flatten()))
         if "hidden" in self.losses:
@@ -57,6 +57,12 @@ class Objective:
             relations = [attention_loss(found[name], shard[name], self.relation_heads) for name in PROJECTIONS]
             parts.append(torch.stack(relations).mean())
         return torch.stack(parts).sum()
+
+    def _targets(self, shard: dict[str, Tensor]) -> Targets | WholeTargets:
+        if "output" in shard:
+            return WholeTargets(self.teacher_log_probs(shard["output"].flatten(0, 1)))
+        tokens, log_probs, tail = (shard[name].flatten(0, 1) for name in ("tokens", "log_probs", "tail"))
+        return Targets(tokens.long(), log_probs.float(), tail.float())
 
 
 def _hidden(student: Tensor, teacher: Tensor) -> Tensor:

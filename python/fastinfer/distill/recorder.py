@@ -49,6 +49,11 @@ class RecordedProjection(Weight):
         return self.weight.rows(ids, dtype)
 
 
+def record_bytes(top_k: int) -> int:
+    """Return the size of a token's record of its likeliest next tokens, with the token itself."""
+    return torch.int32.itemsize + top_k * (torch.int32.itemsize + torch.float16.itemsize) + torch.float16.itemsize
+
+
 def recorded(model: Decoder, hidden_layers: Iterable[int], attention_layer: int | None, record: Record) -> Decoder:
     """Return a model with the same weights that records.
 
@@ -87,12 +92,14 @@ class Recorder:
         model: model that computes the logits.
         top_k: number of likeliest tokens of each position.
         temperature: divisor of the logits.
+        whole: whether the last layer's outputs are recorded instead, from which whole distributions follow.
     """
 
-    def __init__(self, model: Decoder, top_k: int, temperature: float) -> None:
+    def __init__(self, model: Decoder, top_k: int, temperature: float, whole: bool) -> None:
         self._model = model
         self._top_k = top_k
         self._temperature = temperature
+        self._whole = whole
         self._step: dict[str, Tensor] = {}
         self._requests: defaultdict[str, list[dict[str, Tensor]]] = defaultdict(list)
 
@@ -102,7 +109,10 @@ class Recorder:
 
     def end_step(self, chunks: list[Chunk], result: StepResult) -> None:
         """Divide what a step has computed among its requests; see :attr:`fastinfer.engine.worker.Worker.on_result`."""
-        self._step |= self._distributions(result)
+        if self._whole:
+            self.record("output", result.hidden)
+        else:
+            self._step |= self._distributions(result)
         for chunk in chunks:
             pieces = self._requests[chunk.sequence.request_id]
             if chunk.start == 0:
@@ -115,11 +125,19 @@ class Recorder:
 
         Returns:
             By name, with a row for each computed token: ``tokens`` [n, top_k] int32 and ``log_probs`` [n, top_k] fp16,
-            the likeliest tokens; ``tail`` [n] fp16, the logarithm of the probability of all other tokens together; and
-            the recorded tensors, [n, size] bf16.
+            the likeliest tokens; ``tail`` [n] fp16, the logarithm of the probability of all other tokens together;
+            instead of these ``output`` [n, hidden] bf16, the last layer's, if whole distributions are recorded; and the
+            recorded tensors, [n, size] bf16.
         """
         pieces = self._requests.pop(request_id)
         return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    def log_probs(self, output: Tensor) -> Tensor:
+        """Compute the log-probabilities of all tokens, [n, vocab] fp32, from recorded outputs."""
+        rows = torch.arange(len(output)).split(LOGITS_ROWS)
+        hidden = output.to(self._model.dtype)
+        logits = torch.cat([self._model.logits(hidden, part) for part in rows])
+        return (logits.float() / self._temperature).log_softmax(-1)
 
     def _distributions(self, result: StepResult) -> dict[str, Tensor]:
         rows = torch.arange(len(result.hidden))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from math import exp
 from pathlib import Path
 from statistics import median
@@ -38,32 +39,28 @@ class Report:
     speeds: dict[str, float] = field(default_factory=dict)
 
     def gap_closed(self, point: Point) -> float:
-        """Return the closed share of the gap in loss between the worst student of the run and the teacher.
-
-        The worst is the first, as it was cut, or with several stages the one after another cut.
-        """
-        worst = max(point.judgement.loss for point in self.points)
-        return (worst - point.judgement.loss) / (worst - self.teacher_loss)
+        """Return the closed share of the gap in loss to the teacher that the point's stage began with."""
+        first = next(stage[0] for stage in self._stages() if point in stage)
+        return (first.judgement.loss - point.judgement.loss) / (first.judgement.loss - self.teacher_loss)
 
     def __str__(self) -> str:
         rows = [["", "layers", "tokens", "loss", "perplexity", "gap closed", "KL", "accepted as a draft"]]
         rows.append(["teacher", "", "", f"{self.teacher_loss:.3f}", f"{exp(self.teacher_loss):.2f}", "", "", ""])
-        for point in (self.points[0], self.points[-1]):
-            judged = point.judgement
-            rows.append(
-                [
-                    "student, before" if point is self.points[0] else "student, trained",
-                    str(point.num_layers),
-                    str(point.num_tokens),
-                    f"{judged.loss:.3f}",
-                    f"{exp(judged.loss):.2f}",
-                    f"{self.gap_closed(point):.1%}",
-                    f"{judged.divergence:.3f}",
-                    f"{judged.acceptance:.1%}",
-                ]
-            )
+        for stage in self._stages():
+            rows.append(["student, before", *self._row(stage[0])])
+            rows.append(["student, trained", *self._row(stage[-1])])
         speeds = [["generated tokens/s", ""], *([name, f"{speed:.1f}"] for name, speed in self.speeds.items())]
         return f"{format_table(rows)}\n\n{format_table(speeds)}"
+
+    def _stages(self) -> list[list[Point]]:
+        """Return the points of each stage."""
+        return [list(points) for _, points in groupby(self.points, key=lambda point: point.num_layers)]
+
+    def _row(self, point: Point) -> list[str]:
+        judged = point.judgement
+        numbers = [str(point.num_layers), str(point.num_tokens), f"{judged.loss:.3f}", f"{exp(judged.loss):.2f}"]
+        shares = [f"{self.gap_closed(point):.1%}", f"{judged.divergence:.3f}", f"{judged.acceptance:.1%}"]
+        return numbers + shares
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""

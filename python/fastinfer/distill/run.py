@@ -45,12 +45,15 @@ def distill(
         temperature=settings.temperature,
         num_hidden=HIDDEN_LAYERS if uses["hidden"] else 0,
         with_attention=uses["attention"],
+        whole=settings.records_whole,
     )
     texts = read_texts(settings.data, settings.evaluation, teacher, settings.context)
     judge = Judge(teacher, texts.evaluation)
     student = _open_student(settings, teacher)
     stages = settings.stages or (len(student.layers),)
-    options: dict[str, object] = {"top_k": settings.top_k, "temperature": settings.temperature}
+    options: dict[str, object] = {"temperature": settings.temperature, "whole": settings.records_whole}
+    if not settings.records_whole:
+        options["top_k"] = settings.top_k
     shards = Shards(out / "shards", teacher, texts, options, with_records=set(settings.losses) != {"ce"})
     objective = Objective(
         settings.losses,
@@ -59,6 +62,7 @@ def distill(
         teacher.hidden_layers,
         teacher.attention_layer,
         math.gcd(teacher.model.config.num_kv_heads, student.model.config.num_key_value_heads),
+        teacher.log_probs,
     )
     trainer = Trainer(
         student,

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.utils.machine import has_bf16
 
+# Bytes of a number that is trained, which has a gradient and two means of AdamW, and of one that is not; all in fp32.
+TRAINED_BYTES = 16
+FROZEN_BYTES = 4
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 

@@ -25,6 +25,7 @@ class Teacher:
         temperature: divisor of the recorded logits.
         num_hidden: number of layers whose outputs are recorded, at equal distances, the last one included.
         with_attention: whether the last layer's queries, keys and values are recorded.
+        whole: whether whole distributions are recorded, see :class:`fastinfer.distill.recorder.Recorder`.
 
     Attributes:
         path: path of the checkpoint.
@@ -45,6 +46,7 @@ class Teacher:
         temperature: float,
         num_hidden: int = 0,
         with_attention: bool = False,
+        whole: bool = False,
     ) -> None:
         self.path: Path = hub.resolve(name)
         model, self.tokenizer = load_model(self.path, max_model_len=length)
@@ -55,7 +57,7 @@ class Teacher:
             raise RequestError(f"teacher: expected a model whose layers all have keys and values, got {name}")
         self.hidden_layers = [(i + 1) * config.num_layers // num_hidden - 1 for i in range(num_hidden)]
         self.attention_layer = config.num_layers - 1 if with_attention else None
-        self._recorder = Recorder(model, min(top_k, config.vocab_size), temperature)
+        self._recorder = Recorder(model, min(top_k, config.vocab_size), temperature, whole)
         recording = recorded(model, self.hidden_layers, self.attention_layer, self._recorder.record)
         self._engine = Engine(recording, self.tokenizer, recording_config(length))
 
@@ -66,6 +68,17 @@ class Teacher:
         while self._engine.has_unfinished:
             self._engine.step()
         return [self._recorder.take(name) for name in names]
+
+    def log_probs(self, output: Tensor) -> Tensor:
+        """Compute the teacher's log-probabilities from recorded outputs of its last layer.
+
+        Args:
+            output: [n, hidden].
+
+        Returns:
+            [n, vocab] fp32, of logits that are divided by the temperature.
+        """
+        return self._recorder.log_probs(output)
 
     def write(self, prompt: list[int], count: int, length: int, first_seed: int) -> list[list[int]]:
         """Write texts, without recording them.

@@ -1,6 +1,5 @@
 """Training of a student within a time limit, in one stage or in several with fewer and fewer layers."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,11 +11,11 @@ from fastinfer.distill.layers import drop_layers
 from fastinfer.distill.objective import Objective
 from fastinfer.distill.shards import Shards
 from fastinfer.distill.student import Student
+from fastinfer.errors import RequestError
+from fastinfer.utils.learning_rate import learning_rate
 
 BATCH_SECTIONS = 4
 PROBE_SECTIONS = 2  # to measure the layers with
-WARM_UP = 0.05  # share of a stage in which the learning rate grows
-LAST_RATE = 0.1  # the last learning rate over the largest one
 JUDGEMENTS = 5  # in each stage
 CLIPPED_NORM = 1.0
 
@@ -69,14 +68,23 @@ class Trainer:
 
         Args:
             stages: number of layers in each; layers are dropped at its start.
+
+        Raises:
+            RequestError: the time is over before the first step of a stage.
         """
         batches = self._batches()
         probe = self.shards[0]["ids"][:PROBE_SECTIONS].long()
         begin = self._seconds()
         for index, num_layers in enumerate(stages, 1):
             drop_layers(self.student, num_layers, probe)
+            num_tokens = self.num_tokens
             self._judge()
             self._train_stage(batches, self._seconds(), begin + (self.limit - begin) * index / len(stages))
+            if self.num_tokens == num_tokens:
+                raise RequestError(
+                    f"minutes: expected more time for the stage of {num_layers} layers, got {self.limit / 60:.3g}: "
+                    f"none was left {self._seconds() / 60:.1f} minutes after the start"
+                )
 
     def _train_stage(self, batches: Iterator[dict[str, Tensor]], begin: float, end: float) -> None:
         parameters = [parameter for parameter in self.student.model.parameters() if parameter.requires_grad]
@@ -88,7 +96,7 @@ class Trainer:
                 num_judged += 1
                 self._judge()
             for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate * _rate(share)
+                group["lr"] = learning_rate(self.learning_rate, share)
             batch = next(batches)
             loss = self.objective(self.student, batch)
             loss.backward()
@@ -116,8 +124,3 @@ class Trainer:
 
     def _seconds(self) -> float:
         return self.clock() - self.start
-
-
-def _rate(share: float) -> float:
-    """Return the learning rate over the largest one, after a share of the stage."""
-    return min(share / WARM_UP, 1.0) * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2)

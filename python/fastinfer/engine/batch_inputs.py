@@ -1,7 +1,7 @@
 """The input tensors of a step."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from fastinfer.models.image_tokens import ImageTokens
 from fastinfer.models.sparse_attention import SparseRows
 from fastinfer.ops.prompt import NO_ROW
 
+# Number of ranges of the block tables that a message to other ranks names; of more they copy everything.
+MAX_CHANGES = 1024
 # Number of wanted rows of a batch whose rows all go through all layers.
 ALL_ROWS = -1
 
@@ -96,7 +98,7 @@ class BatchInputs:
         allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
     Attributes:
-        max_seqs, max_tokens: see above.
+        max_seqs, max_tokens, sparse_pages: see above.
         device: device that computes.
         sampling: sampling parameters of the rows of logits.
         drawn: [max_logits] int64 on the device; the tokens of the last draw, if the graph of its step has drawn them or
@@ -130,16 +132,16 @@ class BatchInputs:
         self._block_size = block_size
         self._has_states = has_states
         self._has_features = has_features
-        self._sparse_pages = sparse_pages
-        self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32)
-        self._dense_lens = np.zeros(max_seqs, np.int32)  # of prompts, beside tokens with sparse attention
+        self.sparse_pages = sparse_pages
+        self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self.drops_rows = drops_rows
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
         last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
         feature_size = 2 * max_tokens if has_features else 0
+        dense_size = 0 if sparse_pages is None else max_seqs  # of prompts, beside tokens with sparse attention
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
-        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1]
+        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1] + dense_size
         self._table_start = 8 * longs + 4 * ints
         num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
         self._host = np.zeros(num_bytes, np.uint8) if allocate is None else allocate(num_bytes)
@@ -150,8 +152,8 @@ class BatchInputs:
             wide, ends
         )
         self._slot_mappings, self._feature_slots = slots, places.reshape(2, -1)
-        ends = np.cumsum([*state_sizes, last_sizes[1], max_tokens, max_logits, 4 * max_logits, max_seqs])
-        self._state_reads, self._state_writes, last_ints, *others = np.split(narrow, ends)
+        ends = np.cumsum([*state_sizes, last_sizes[1], dense_size, max_tokens, max_logits, 4 * max_logits, max_seqs])
+        self._state_reads, self._state_writes, last_ints, self._dense_lens, *others = np.split(narrow, ends)
         self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = others
         self._last_rows = LastRowsInputs(last_longs.reshape(2, -1), last_ints, self._view) if drops_rows else None
         self.sampling = SamplingInputs(longs_of_rows.reshape(2, -1), words_of_rows.reshape(4, -1), self._view)
@@ -222,7 +224,7 @@ class BatchInputs:
         if self._has_states:
             self._state_reads[: len(chunks)] = [chunk.state_read for chunk in chunks]
             self._state_writes[: len(token_ids)] = [slot for chunk in chunks for slot in chunk.state_writes]
-        if self._sparse_pages is not None:
+        if self.sparse_pages is not None:
             lens = [length if c.is_prompt else 0 for c, length in zip(chunks, seq_lens, strict=True)]
             write_list(self._dense_lens.data, lens)
         if self._has_features:
@@ -304,6 +306,21 @@ class BatchInputs:
             self._memory[self._table_start :].view(torch.int32)[index] = blocks.int()
         self._keep_drawn()
 
+    def take_changes(self) -> list[int]:
+        """Return what the next upload would copy of the block tables, which :meth:`add_changes` gives back.
+
+        Returns:
+            The first and the last entry, plus one, of each range over all tables; empty on a CPU.
+        """
+        changed, self._changed = self._changed, []
+        if len(changed) > MAX_CHANGES:
+            changed = [range(self._block_tables.size)]
+        return [bound for part in changed for bound in (part.start, part.stop)]
+
+    def add_changes(self, bounds: Sequence[int]) -> None:
+        """Let the next upload copy entries of the block tables, which another rank may have written."""
+        self._changed += map(range, bounds[::2], bounds[1::2])
+
     def insert_drawn(self, num_tokens: int) -> None:
         """Replace the tokens that the host does not know, which are negative, by those that the last draw has drawn.
 
@@ -361,12 +378,10 @@ class BatchInputs:
     def _sparse_rows(self, size: BatchSize) -> SparseRows | None:
         """Return the generated tokens of a batch if they attend to a part of the cache, and there are any."""
         num_rows = min(size.first_prompt_row, size.num_tokens)
-        if self._sparse_pages is None or num_rows == 0:
+        if self.sparse_pages is None or num_rows == 0:
             return None
-        dense_lens = None
-        if num_rows < size.num_tokens:
-            dense_lens = torch.from_numpy(self._dense_lens[: size.num_seqs])
-        return SparseRows(num_rows, self._sparse_pages, self._row_start[: num_rows + 1], dense_lens)
+        dense_lens = self._view(self._dense_lens, size.num_seqs) if num_rows < size.num_tokens else None
+        return SparseRows(num_rows, self.sparse_pages, self._row_start[: num_rows + 1], dense_lens)
 
     def digest(self, size: BatchSize) -> int:
         """Return a checksum of the tokens of a batch and their places, by which processes can compare their inputs."""
@@ -378,6 +393,8 @@ class BatchInputs:
             used += [self._adapter_ids[: size.num_tokens].data, self._logits_adapter_ids[: size.num_logits].data]
         if self._has_states:
             used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
+        if self.sparse_pages is not None:
+            used.append(self._dense_lens[: size.num_seqs].data)
         for memory in used:
             digest = zlib.crc32(memory, digest)
         return digest

@@ -26,12 +26,17 @@ MAX_SPECULATIVE_TOKENS = 15
 # The first block, the last two and one that is chosen.
 MIN_SPARSE_PAGES = 4
 MAX_GIB = 2.0**30
-# Values of options that a model does not support otherwise if it is not on one device of one process: with tensor and
-# pipeline parallelism, and with layers on several devices.
-_APART = {"kv_offloading_size": (None,), "kv_offloading_dir": (None,), "sparse_attention": (None,)}
-DIVIDED = {"device": ("cpu",), **_APART}
-STAGED = {**DIVIDED, "tensor_parallel_layout": ("gather",), "async_scheduling": (False, None)}
-PLACED = {"tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), **_APART, "max_loras": (0,)}
+# Values of options that a model does not support otherwise if it is not on one device of one process: with tensor
+# parallelism on GPUs, with pipeline parallelism, and with layers on several devices.
+ON_GPUS = {
+    "tensor_parallel_layout": ("reduce",),
+    "async_scheduling": (None, False),
+    "kv_offloading_size": (None,),
+    "kv_offloading_dir": (None,),
+    "sparse_attention": (None,),
+}
+STAGED = {"device": ("cpu",), "tensor_parallel_layout": ("gather",), "async_scheduling": (False, None)}
+PLACED = {"tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "sparse_attention": (None,)}
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -80,7 +85,7 @@ class EngineConfig:
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
         sparse_attention: number of tokens that a generated token attends to, in whole blocks and for each KV head: the
             first block, the last two, and those whose keys may have the largest products with the query. ``None`` for
-            all. Prompts, the first two layers, and layers with a window attend to all in any case. On a CPU alone; see
+            all. Prompts, the first two layers, and layers with a window attend to all in any case. See
             docs/sparse-attention.md.
         max_loras: number of LoRA adapters that can run at the same time; 0 for a model without adapters. More can be
             registered.
@@ -98,11 +103,12 @@ class EngineConfig:
             another one; empty for a model on ``device`` alone. ``device`` is that of the first place. See
             docs/placement.md.
         async_scheduling: whether a step is launched before the results of the last one are known, so that the device
-            need not wait for Python. ``None``: on GPUs. A step waits all the same if it needs those results: with
+            need not wait for Python. ``None``: on one GPU. A step waits all the same if it needs those results: with
             grammars, penalties, logits processors, log-probabilities, beams, and with speculation.
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
-        tensor_parallel_size: number of processes that compute the model together, each with a part of every weight. On
-            a CPU alone, without stores of blocks beyond the KV cache.
+        tensor_parallel_size: number of processes that compute the model together, each with a part of every weight.
+            On GPUs, process i is on the GPU whose number is i more than that of ``device``, the layout is ``"reduce"``,
+            no step is launched ahead, and there are no stores of blocks beyond the KV cache.
         tensor_parallel_layout: ``"gather"`` for results that are bitwise those of one process. With ``"reduce"`` the
             processes exchange half as often and add parts of sums, so that results differ by rounding, but are the same
             in every run and in every batch; without LoRA adapters.
@@ -189,25 +195,22 @@ class EngineConfig:
             if self.places[0].device != self.device:
                 raise RequestError(f"device must be that of the first place, got {self.device} and {self.places[0]}")
             self._check_supported(PLACED, "a model on several devices")
-        self._check_ranks("tensor_parallel_size", DIVIDED)
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        if self.tensor_parallel_size > 1 and self.device != "cpu":
+            self._check_supported(ON_GPUS, f"tensor_parallel_size={self.tensor_parallel_size} on GPUs")
         if self.tensor_parallel_layout not in LAYOUTS:
             raise RequestError(
                 f"tensor_parallel_layout must be one of {LAYOUTS}, got {show(self.tensor_parallel_layout)}"
             )
         if self.tensor_parallel_layout == "reduce" and self.max_loras:
             raise RequestError(f"max_loras must be 0 with tensor_parallel_layout='reduce', got {self.max_loras}")
-        self._check_ranks("pipeline_parallel_size", STAGED)
+        check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1, MAX_RANKS)
+        if self.pipeline_parallel_size > 1:
+            self._check_supported(STAGED, f"pipeline_parallel_size={self.pipeline_parallel_size}")
         if self.num_ranks > MAX_RANKS:
             raise RequestError(
                 f"tensor_parallel_size * pipeline_parallel_size must be at most {MAX_RANKS}, got {self.num_ranks}"
             )
-
-    def _check_ranks(self, size_name: str, supported: Mapping[str, tuple[object, ...]]) -> None:
-        """Check a number of processes, and that no option is on that they do not support."""
-        size = getattr(self, size_name)
-        check_int(size_name, size, 1, MAX_RANKS)
-        if size > 1:
-            self._check_supported(supported, f"{size_name}={size}")
 
     def _check_supported(self, supported: Mapping[str, tuple[object, ...]], feature: str) -> None:
         """Check that options have values that a feature supports."""
@@ -220,6 +223,10 @@ class EngineConfig:
         """Number of processes that compute the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def device_of(self, rank: int) -> str:
+        """Return the device of a process, see ``tensor_parallel_size``."""
+        return "cpu" if self.device == "cpu" else f"cuda:{(torch.device(self.device).index or 0) + rank}"
+
     @property
     def devices(self) -> frozenset[str]:
         """All devices of the model."""
@@ -228,8 +235,10 @@ class EngineConfig:
     @property
     def runs_ahead(self) -> bool:
         """Whether steps are launched ahead, see ``async_scheduling``."""
-        # A launch waits for what a CPU computes.
-        return "cpu" not in self.devices if self.async_scheduling is None else self.async_scheduling
+        if self.async_scheduling is not None:
+            return self.async_scheduling
+        # A launch waits for what a CPU computes. Of several GPUs, only that of rank 0 knows all drawn tokens.
+        return "cpu" not in self.devices and self.num_ranks == 1
 
     @property
     def has_offloading(self) -> bool:

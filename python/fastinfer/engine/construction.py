@@ -26,7 +26,7 @@ from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.kv_cache import QUANTIZED_DTYPES, KVCache
+from fastinfer.models.kv_cache import QUANTIZED_DTYPES
 from fastinfer.models.sparse_attention import DENSE_LAYERS, has_bounds
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
@@ -118,25 +118,27 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
 
 
 def check_sparse_attention(config: EngineConfig, model: ModelConfig) -> None:
-    """Check that a model and a device support sparse attention.
+    """Check that a model can have sparse attention.
 
     Args:
         config: configuration of the engine.
         model: configuration of the model.
 
     Raises:
-        RequestError: the device is a GPU, or no layer can have sparse attention.
+        RequestError: no layer can have sparse attention, or ranks share a KV head.
     """
-    budget = config.sparse_attention
-    if torch.device(config.device).type != "cpu":
-        raise RequestError(f"sparse_attention must be None on device {config.device!r}, got {budget}")
-    sizes = {model.kv_shape(layer).head_dim for layer in range(model.num_layers) if has_bounds(model, layer)}
-    if not sizes:
+    shapes = [model.kv_shape(layer) for layer in range(model.num_layers) if has_bounds(model, layer)]
+    sizes = {shape.head_dim for shape in shapes}
+    if not shapes:
         raise RequestError(
             f"sparse_attention needs layers with full attention after the first {DENSE_LAYERS}, got a model without"
         )
     if any(size % 8 for size in sizes):
         raise RequestError(f"sparse_attention needs a head_dim that is a multiple of 8, got {sorted(sizes)}")
+    # Of which the query heads choose pages together.
+    num_heads, num_ranks = min(shape.num_heads for shape in shapes), config.tensor_parallel_size
+    if num_ranks > num_heads:
+        raise RequestError(f"sparse_attention needs a KV head for each rank, got {num_heads} for {num_ranks} ranks")
 
 
 def make_block_manager(
@@ -149,18 +151,20 @@ def make_block_manager(
     return BlockManager(pools, block_size, caches, offloading, separates_roles=separates_roles, states=states)
 
 
-def make_offloading(config: EngineConfig, kv_caches: List[KVCache], fingerprint: str) -> KVOffloading | None:
+def make_offloading(config: EngineConfig, workers: List[Worker], fingerprint: str) -> KVOffloading | None:
     """Make the stores of blocks beyond the KV cache; ``None`` if the configuration has none.
 
     Args:
         config: configuration of the engine.
-        kv_caches: KV caches of the model and of the draft model, if there is one.
+        workers: workers of the model and of the draft model, if there is one.
         fingerprint: see :func:`fingerprint_of_blocks`.
 
     Raises:
         RequestError: a store is too small for a block, the folder cannot be written to, or the fingerprint is missing.
     """
-    block_bytes = sum(row.shape[1] for cache in kv_caches for row in cache.rows)
+    if not config.has_offloading:
+        return None
+    block_bytes = sum(worker.block_bytes for worker in workers)
     host, disk = None, None
     if config.kv_offloading_size is not None:
         size = _store_bytes("kv_offloading_size", config.kv_offloading_size, block_bytes)
@@ -170,9 +174,7 @@ def make_offloading(config: EngineConfig, kv_caches: List[KVCache], fingerprint:
             raise RequestError("kv_offloading_dir needs the fingerprint of the models, got none")
         size = _store_bytes("kv_offloading_dir_size", config.kv_offloading_dir_size, block_bytes)
         disk = DiskBlockStore(Path(config.kv_offloading_dir), bytes.fromhex(fingerprint), size, block_bytes)
-    if host is None and disk is None:
-        return None
-    return KVOffloading(list(kv_caches), host, disk, max(1, config.max_num_batched_tokens // config.block_size))
+    return KVOffloading(list(workers), host, disk, max(1, config.max_num_batched_tokens // config.block_size))
 
 
 def _store_bytes(name: str, gib: float, block_bytes: int) -> int:
@@ -201,6 +203,9 @@ def fingerprint_of_blocks(config: EngineConfig, models: List[ModelConfig], finge
         str(config.kv_cache_dtype),
         config.block_size,
         config.sparse_attention,
+        # What ranks compute together, whose parts of a block follow each other.
+        (config.tensor_parallel_size, config.tensor_parallel_layout, config.pipeline_parallel_size),
+        [str(place) for place in config.places],
         # What decides how results are rounded.
         (__version__, torch.__version__, kernels, config.deterministic, config.max_loras > 0, str(config.lora_dtype)),
         sys.byteorder,

@@ -13,6 +13,7 @@ from fastinfer.engine.batch_inputs import ALL_ROWS, BatchInputs, BatchSize, Step
 from fastinfer.engine.cpu_graphs import NOT_CAPTURED
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
+from fastinfer.ops.prompt import NO_ROW
 
 # Larger steps run operator by operator: they keep the GPU busy for longer than Python needs to launch the operators.
 MAX_DECODED_TOKENS = 256
@@ -67,6 +68,9 @@ class CUDAGraphs:
     room for as many rows as there may be sequences; a step that wants more, as log-probabilities of a prompt do, runs
     operator by operator.
 
+    With sparse attention the graph of a step with prompts is for tokens of prompts alone, which attend to everything.
+    Steps with both prompts and generated tokens run operator by operator.
+
     All graphs are captured at the start, so that no request waits for a capture or for memory. They share one memory
     pool and copy their results to the same tensors. As only one runs at a time, the pool holds the activations of the
     largest bucket.
@@ -96,6 +100,8 @@ class CUDAGraphs:
         max_decoded = min(inputs.max_seqs, inputs.max_tokens, MAX_DECODED_TOKENS)
         self._decode_buckets = decode_buckets(max_decoded, expert_limits)
         self._prefill_buckets = prefill_buckets(min(inputs.max_tokens, MAX_CAPTURED_TOKENS), expert_limits)
+        # Of a step with prompts that has a graph. A GPU computes prompts differently with sparse attention alone.
+        self._first_prompt_row = NO_ROW if inputs.sparse_pages is None else 0
         self._graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
         self.failed: set[BatchSize] = set()
         self._capture_all((False, True) if with_adapters else (False,))
@@ -125,7 +131,8 @@ class CUDAGraphs:
         decodes = is_decode and size.num_wanted == ALL_ROWS
         if decodes and (bucket := _smallest(self._decode_buckets, max(size.num_tokens, size.num_logits))):
             candidates.append(self._decode_size(bucket, size.has_adapters))
-        if bucket := _smallest(self._prefill_buckets, size.num_tokens):
+        is_prompt = size.first_prompt_row == self._first_prompt_row
+        if is_prompt and (bucket := _smallest(self._prefill_buckets, size.num_tokens)):
             candidates.append(self._prefill_size(bucket, size.has_adapters))
         fitting = (padded for padded in candidates if padded in self._graphs and size.num_hidden <= padded.num_hidden)
         return next(fitting, None)
@@ -135,9 +142,8 @@ class CUDAGraphs:
 
     def _prefill_size(self, bucket: int, has_adapters: bool) -> BatchSize:
         num_seqs = min(bucket, self._inputs.max_seqs)
-        return BatchSize(
-            num_seqs, bucket, 0, has_adapters, num_wanted=num_seqs if self._inputs.drops_rows else ALL_ROWS
-        )
+        num_wanted = num_seqs if self._inputs.drops_rows else ALL_ROWS
+        return BatchSize(num_seqs, bucket, 0, has_adapters, self._first_prompt_row, num_wanted)
 
     @torch.inference_mode()
     def _capture_all(self, adapters: tuple[bool, ...]) -> None:

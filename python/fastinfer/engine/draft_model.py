@@ -127,6 +127,8 @@ class DraftModelSpeculator(Speculator):
         self._max_tokens = max_tokens
         self._seconds: deque[float] = deque(maxlen=8)
         self._num_steps = 0
+        tokens = worker.model.draft_tokens
+        self._tokens = [] if tokens is None else tokens.tolist()
 
     def prepare_drafts(self, sequence: Sequence) -> int:
         return self._max_drafts
@@ -206,12 +208,24 @@ class DraftModelSpeculator(Speculator):
                 view.drafts.append(token.token_id)
 
     def _sample(self, result: StepResult, rows: list[LogitsRow]) -> list[SampledToken]:
-        """Draw a token of the whole vocabulary for each row: the noise is that of the token, not of the column."""
+        """Draw a token of the whole vocabulary for each row."""
         model = self._worker.model
         if model.draft_tokens is None:
             return self._sampler.draw(result, rows)
+        if result.sampling.needs_only_tokens and result.sampling.is_free and all(map(_is_greedy, rows)):
+            drawn = self._sampler.draw(result, rows)
+            return [self._token_of(column) for column in drawn]
+        # Noise, masks and penalties are those of tokens, not of columns.
         logits = spread(result.logits, model.draft_tokens, model.config.vocab_size)
         return self._sampler.draw(replace(result, logits=logits, draws=None, tokens=None), rows)
+
+    def _token_of(self, column: SampledToken) -> SampledToken:
+        """Return the token of a drawn column of a reduced vocabulary; an error stays one."""
+        return column if column.token_id < 0 else SampledToken(self._tokens[column.token_id])
+
+
+def _is_greedy(row: LogitsRow) -> bool:
+    return row.sequence.params.temperature == 0.0
 
 
 def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:

@@ -4,9 +4,9 @@ import logging
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fastinfer import ops
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.beam_request import BeamRequest
 from fastinfer.engine.config import EngineConfig
@@ -31,6 +30,7 @@ from fastinfer.engine.construction import (
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import Grammar, GrammarCompiler
 from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.model_context import model_context
 from fastinfer.engine.pinned_prompts import PinnedPrompt, PinnedPrompts
 from fastinfer.engine.pipelined_step import PipelinedStep
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
@@ -53,12 +53,12 @@ from fastinfer.models.decoder import Decoder
 from fastinfer.models.draft_head import DraftHead, FeatureWriter
 from fastinfer.models.image_encoder import ImageEncoder
 from fastinfer.models.lora import AdapterSlots, PreparedAdapter
+from fastinfer.models.placed_decoder import PlacedDecoder
 from fastinfer.outputs import PrefillOutput
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.stage import Stage
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
-from fastinfer.utils.device import use_device
 from fastinfer.utils.forks import renew_in_children
 
 LOG = logging.getLogger("fastinfer")
@@ -164,15 +164,15 @@ class Engine:
             options["with_adapters"] = with_adapters
             if group is not None:
                 assert isinstance(model, Stage)
-                self.worker: Worker = RankWorker(config, model, group=group, **options)
+                wait = None if ranks is None else ranks.wait_until_ready
+                self.worker: Worker = RankWorker(config, model, group=group, wait_until_loaded=wait, **options)
             else:
                 self.worker = Worker(config, model, drops_rows=not has_head, **options)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
         self.speculator = make_speculator(config, self.draft_worker, draft_sampler)
-        kv_caches = [worker.kv_cache for worker in self._workers]
         self.fingerprint = fingerprint_of_blocks(config, models, fingerprint)
-        self.offloading = make_offloading(config, kv_caches, self.fingerprint)
+        self.offloading = make_offloading(config, self._workers, self.fingerprint)
         self.block_manager = make_block_manager(
             config, size, self.offloading, separates_roles=has_roles and config.deterministic
         )
@@ -540,12 +540,12 @@ class Engine:
         """Check that the engine can sleep at this level once it has no requests.
 
         Raises:
-            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, the model
-                is divided among ranks.
+            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, the model is
+                divided among GPUs.
         """
         self._sleep_mode.check(level)
-        if level == 2 and self.config.num_ranks > 1:
-            raise RequestError("level must be 1 for a model that is divided among ranks, got 2")
+        if self.config.num_ranks > 1 and self.config.device != "cpu":
+            raise RequestError("a model that is divided among GPUs cannot sleep")
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until :meth:`wake_up`; meanwhile all requests are refused.
@@ -712,21 +712,7 @@ class Engine:
             LOG.exception("on_step failed")
 
     def _context(self) -> AbstractContextManager[None]:
-        """Return the context in which the model must run, whichever thread calls."""
-        # To enter a context right after a step, when the CPU's caches are cold, is 5 % of Python's share of the step.
-        device, deterministic = self.config.device, self.config.deterministic
-        return _context(device, deterministic) if deterministic or device != "cpu" else nullcontext()
-
-
-@contextmanager
-def _context(device: str, deterministic: bool) -> Iterator[None]:
-    """Enter the context in which a model must run.
-
-    Its weights are constant: models are loaded and woken up by copies, adapters are written to their slots by copies,
-    and no step begins with a product.
-    """
-    with use_device(device), ops.constant_weights(), ops.batch_invariant() if deterministic else nullcontext():
-        yield
+        return model_context(self.config.device, self.config.deterministic)
 
 
 def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]:
@@ -735,5 +721,7 @@ def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]
         return model, Adapters()
     slots = model.adapters  # of a part of a model
     if slots is None:
-        slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
+        places = model.places if isinstance(model, PlacedDecoder) else ()
+        sizes = config.max_loras, config.max_lora_rank, config.lora_dtype
+        slots = AdapterSlots(model.config, *sizes, config.device, places)
     return model.with_adapters(slots), Adapters(slots, config.max_cpu_loras or config.max_loras)

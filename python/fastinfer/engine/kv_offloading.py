@@ -8,13 +8,12 @@ and loaded into the blocks that it has got. They enter the prefix cache like com
 """
 
 import torch
-from torch import Tensor
 
 from fastinfer.engine.block_store import BlockStore, HostBlockStore
 from fastinfer.engine.disk_block_store import DiskBlockStore
 from fastinfer.engine.prefix_hash import BlockContent
 from fastinfer.engine.transfer import HostCopy
-from fastinfer.models.kv_cache import KVCache
+from fastinfer.engine.worker import Worker
 
 
 class KVOffloading:
@@ -23,8 +22,8 @@ class KVOffloading:
     Blocks to store are only noted until :meth:`save`, which must be called before anything is written into the cache.
 
     Args:
-        kv_caches: KV caches of the model and of the draft model, if there is one; a stored block has the keys and
-            values of both.
+        workers: workers of the model and of the draft model, if there is one; a stored block has the keys and values
+            of both.
         host: store in host memory; ``None`` for none.
         disk: store on disk; ``None`` for none.
         max_blocks_per_step: number of blocks that a step loads at most.
@@ -36,14 +35,14 @@ class KVOffloading:
 
     def __init__(
         self,
-        kv_caches: list[KVCache],
+        workers: list[Worker],
         host: HostBlockStore | None,
         disk: DiskBlockStore | None,
         max_blocks_per_step: int,
     ) -> None:
         self.host = host
         self.disk = disk
-        self._kv_caches = kv_caches
+        self._workers = workers
         self._stores: list[BlockStore] = [store for store in (host, disk) if store is not None]
         self._max_blocks_per_step = max_blocks_per_step
         self.num_loadable = max_blocks_per_step
@@ -73,10 +72,10 @@ class KVOffloading:
         """Store the noted blocks."""
         for store, noted in ((self.disk, self._used), (self.host, self._evicted)):
             if store is not None and noted:
-                rows = self._rows()
                 for block, content in noted:
                     if not store.touch(content):
-                        store.put(content, HostCopy([_read_block(rows, block)]))
+                        data = torch.cat([worker.read_block(block) for worker in self._workers])
+                        store.put(content, HostCopy([data]))
                 noted.clear()
 
     def load(self, blocks: list[tuple[int, BlockContent]]) -> int:
@@ -87,12 +86,14 @@ class KVOffloading:
                 at most ``num_loadable``.
         """
         self.save()  # the blocks may hold what is to be stored, and what was evicted may be looked for
-        rows, num_loaded = self._rows(), 0
+        num_loaded = 0
         for block, content in blocks:
             data = next((data for store in self._stores if (data := store.get(content)) is not None), None)
             if data is None:
                 break
-            _write_block(rows, block, data)
+            parts = data.split([worker.block_bytes for worker in self._workers])
+            for worker, part in zip(self._workers, parts, strict=True):
+                worker.write_block(block, part)
             num_loaded += 1
         self.num_loadable -= num_loaded
         return num_loaded
@@ -108,19 +109,3 @@ class KVOffloading:
             counters["num_dropped_kv_blocks"] = self.disk.num_dropped
             counters["num_failed_kv_files"] = self.disk.num_failed
         return counters
-
-    def _rows(self) -> list[Tensor]:
-        """Return all tensors of all caches as [num_blocks, bytes] uint8."""
-        return [row for cache in self._kv_caches for row in cache.rows]
-
-
-def _read_block(rows: list[Tensor], block: int) -> Tensor:
-    """Return a copy of a block, [block_bytes] uint8, on the device."""
-    return torch.cat([row[block] for row in rows])
-
-
-def _write_block(rows: list[Tensor], block: int, data: Tensor) -> None:
-    """Fill a block of the caches with bytes in host memory."""
-    parts = data.to(rows[0].device).split([row.shape[1] for row in rows])
-    for row, part in zip(rows, parts, strict=True):
-        row[block].copy_(part)

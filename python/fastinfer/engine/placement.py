@@ -1,4 +1,4 @@
-"""Placement of a model's layers on several devices of this process, and the memory that is left there."""
+"""Placement of a model's layers on several devices of this process, and the memory that is left on several devices."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from fastinfer.errors import RequestError
 from fastinfer.models.checkpoint import Checkpoint, ModelPart
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.layer_places import LayerPlace, place_layers
+from fastinfer.parallel.division import Division
 from fastinfer.utils.places import Place
 
 
@@ -77,6 +78,31 @@ def cache_shares(config: EngineConfig, models: Sequence[ModelConfig], places: Se
     for (device, window), num_bytes in on_device.items():
         shares[device] = max(shares[device], num_bytes / totals[window])
     return dict(shares)
+
+
+def room_on_ranks(config: EngineConfig, model: ModelConfig, weight_bytes: int) -> Room:
+    """Return the room for the KV caches of ranks on GPUs, which are taken for as large and as free as the first one.
+
+    Args:
+        config: configuration of the engine.
+        model: configuration of the whole model.
+        weight_bytes: size of the whole model's weights, which are still to be loaded.
+    """
+    whole, largest = _group_bytes(config, model), 0.0
+    for rank in range(config.num_ranks):
+        division = Division(model, rank, config.num_ranks, config.tensor_parallel_layout)
+        part = _group_bytes(config, division.local_config)
+        largest = max(largest, *(part[window] / num_bytes for window, num_bytes in whole.items()))
+    room = room_on(config, config.device, -(-weight_bytes // config.num_ranks))
+    return Room(free=int(room.free / largest), default=int(room.default / largest))
+
+
+def _group_bytes(config: EngineConfig, model: ModelConfig) -> Counter[int | None]:
+    """Return the bytes of a token in each group of layers, by window, and those of a sequence's states."""
+    sizes: Counter[int | None] = Counter()
+    for size in cache_sizes(config, [model]):
+        sizes[size.window] += size.num_bytes
+    return sizes
 
 
 def room_on_devices(config: EngineConfig, shares: Mapping[str, float], weight_bytes: Mapping[str, int]) -> Room:

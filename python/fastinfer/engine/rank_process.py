@@ -4,7 +4,8 @@ import os
 import pickle
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from fastinfer import _C
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.model_context import model_context
 from fastinfer.engine.rank_worker import RankWorker
 from fastinfer.engine.roles import roles_differ
 from fastinfer.errors import describe_error
@@ -20,6 +22,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.parallel.group import MAX_MESSAGES, Group, is_abort
 from fastinfer.parallel.loader import load_shard
+from fastinfer.parallel.peer_group import unconnected_team
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.sharded_adapters import SlotSizes
 from fastinfer.parallel.stage import Stage
@@ -62,21 +65,46 @@ class RankTask:
         config, slots = self.config, None
         if config.max_loras:
             slots = SlotSizes(config.max_loras, config.max_lora_rank, config.lora_dtype)
+        device = config.device_of(group.rank)
+        if device != "cpu":
+            group.team = unconnected_team(group)
         layers = self.stages[group.rank // group.team.size - 1]
         max_model_len, layout = self.size.max_model_len, config.tensor_parallel_layout
-        return load_shard(checkpoint, self.dtype, max_model_len, group, slots, layers, layout)
+        return load_shard(checkpoint, self.dtype, max_model_len, group, slots, layers, layout, device)
 
-    def load_worker(self, group: Group) -> RankWorker:
-        """Load a rank's part of the model, and allocate its part of the KV cache."""
-        model = self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group)
-        return RankWorker(
-            self.config,
+    def load_worker(self, group: Group, report: Callable[[], None]) -> RankWorker:
+        """Load a rank's part of the model, and allocate its part of the KV cache.
+
+        Args:
+            group: the rank's view of the group.
+            report: function that reports to rank 0: on a GPU once the part is loaded, then once there is a worker, and
+                each time that the part was loaded again.
+        """
+        device = self.config.device_of(group.rank)
+
+        def load() -> Stage:
+            return self.load_model(open_checkpoint(self.path, Precision.of(self.dtype, device).exact), group)
+
+        def load_again() -> Stage:
+            model = load()
+            report()
+            return model
+
+        model = load()
+        if device != "cpu":
+            report()
+            group.start_together()  # to record steps
+        worker = RankWorker(
+            replace(self.config, device=device),
             model,
             self.size,
             with_adapters=self.config.max_loras > 0,
-            separates_roles=roles_differ("cpu", model.exact),
+            separates_roles=roles_differ(device, model.exact),
             group=group,
+            load=load_again,
         )
+        report()
+        return worker
 
 
 def start_ranks(task: RankTask) -> Ranks:
@@ -99,9 +127,9 @@ def main(parent: str, rank: str) -> None:
     threading.Thread(target=_wait_for_end_of_input, daemon=True).start()
     group = task.join_group(int(rank), fds)
     try:
-        worker = task.load_worker(group)
-        print("ready", file=report, flush=True)
-        with torch.inference_mode():
+        device = task.config.device_of(group.rank)
+        with torch.inference_mode(), model_context(device, task.config.deterministic):
+            worker = task.load_worker(group, lambda: print("ready", file=report, flush=True))
             while True:
                 worker.follow()
     except BaseException as error:

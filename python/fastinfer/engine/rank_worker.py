@@ -10,6 +10,7 @@ their order, each once the team before has done so.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,12 @@ from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.shared_block import SharedBlock
 from fastinfer.engine.worker import Worker, adapter_ids_of
+from fastinfer.models import Model
 from fastinfer.parallel.group import MAX_MESSAGES, Group
 from fastinfer.parallel.messages import Message
+from fastinfer.parallel.peer_group import PeerGroup
 from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots
 from fastinfer.parallel.stage import Stage
 
@@ -45,7 +49,10 @@ class RankWorker(Worker):
         model: the part.
         size: size of the KV caches of all ranks together.
         with_adapters, separates_roles: see :class:`Worker`.
-        group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`.
+        group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`. On GPUs all
+            ranks make their workers at the same time, as steps are recorded together.
+        wait_until_loaded: function that waits until all other ranks have loaded their parts again; only for rank 0.
+        load: function that loads the part again, and reports it to rank 0; only for other ranks.
 
     Attributes:
         num_slots: largest number of steps in flight, as many as stages.
@@ -60,8 +67,11 @@ class RankWorker(Worker):
         with_adapters: bool,
         separates_roles: bool,
         group: Group,
+        wait_until_loaded: Callable[[], None] | None = None,
+        load: Callable[[], Stage] | None = None,
     ) -> None:
         self.num_slots = num_teams = group.size // group.team.size
+        self._peers = None if config.device == "cpu" else self._connect(group, config.device)
         super().__init__(
             config,
             model,
@@ -82,8 +92,15 @@ class RankWorker(Worker):
         self._sent: deque[list[int]] = deque()
         self._done: deque[_Done] = deque()
         self._taken = 0  # slot of the step that was taken last
-        if isinstance(model.adapters, ShardedAdapterSlots):
-            model.adapters.send = self._send
+        self._block = SharedBlock(group, super().block_bytes) if config.has_offloading else None
+        self._wait_until_loaded, self._load = wait_until_loaded, load
+        self._adapters = model.adapters
+        if isinstance(self._adapters, ShardedAdapterSlots):
+            self._adapters.send = self._send
+        self._check_exchanges()  # those of the steps that were recorded
+        if self._peers is not None and self.num_failed_graphs:
+            # A rank that pads a step where another one does not would exchange something else.
+            raise RuntimeError("ranks on GPUs must record all steps as graphs: enforce_eager=True records none")
 
     def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         self.complete_all()  # what an interrupted step has left
@@ -120,8 +137,7 @@ class RankWorker(Worker):
 
     def complete_all(self) -> None:
         """Carry out all messages, and drop the results of steps in flight, which are of no use any more."""
-        while self._sent:
-            self._carry_out_next()
+        self._carry_out_all()
         self._done.clear()
 
     def follow(self) -> None:
@@ -139,9 +155,30 @@ class RankWorker(Worker):
             blocks = [block for pair in pairs[begin : begin + PAIRS_PER_MESSAGE] for block in pair]
             self._send([Message.COPY_BLOCKS, group, *blocks])
 
+    @property
+    def block_bytes(self) -> int:
+        return self._shared_block.num_bytes
+
+    def read_block(self, block: int) -> Tensor:
+        self._send([Message.READ_BLOCK, block])
+        self._carry_out_all()
+        return self._shared_block.memory.clone()
+
+    def write_block(self, block: int, data: Tensor) -> None:
+        # Nobody reads the memory now: all other ranks had carried out the last such message before rank 0 did.
+        self._shared_block.memory.copy_(data)
+        self._send([Message.WRITE_BLOCK, block])
+        self._carry_out_all()
+
     def release(self, *, with_model: bool) -> None:
-        assert not with_model, "other ranks cannot load their parts again"
-        self._send([Message.RELEASE])
+        self._send([Message.RELEASE, with_model])
+        self.complete_all()
+
+    def reload(self, model: Model) -> None:
+        super().reload(model)
+        assert self._wait_until_loaded is not None
+        self._send([Message.RELOAD])
+        self._wait_until_loaded()  # which has no deadline
         self.complete_all()
 
     def restore(self) -> None:
@@ -156,11 +193,14 @@ class RankWorker(Worker):
         # have begun later steps, which come first.
         first = (hidden.data_ptr() - whole.data_ptr()) // (hidden.shape[1] * hidden.itemsize)
         self._send([Message.LOGITS, self._taken, first + int(rows[0]), len(rows), adapter])
-        logits = None
-        while self._sent:
-            logits = self._carry_out_next()
+        logits = self._carry_out_all()
         assert logits is not None
         return logits
+
+    @property
+    def _shared_block(self) -> SharedBlock:
+        assert self._block is not None, "there are no stores of blocks"
+        return self._block
 
     def _send(self, words: list[int]) -> None:
         """Send a message, once so many earlier ones are carried out that no other rank waits for this one to do so."""
@@ -169,6 +209,13 @@ class RankWorker(Worker):
         with self._ranks.together():
             self._ranks.send(words)
             self._sent.append(words)
+
+    def _carry_out_all(self) -> Tensor | None:
+        """Carry out all messages that this rank has sent, and return what the last one asks for."""
+        result = None
+        while self._sent:
+            result = self._carry_out_next()
+        return result
 
     def _carry_out_next(self) -> Tensor | None:
         """Carry out the oldest message that this rank has sent, once its whole team does; return logits if it asks."""
@@ -183,25 +230,56 @@ class RankWorker(Worker):
     def _carry_out(self, words: list[int]) -> Tensor | None:
         kind, *words = words
         if kind == Message.ADAPTER:  # for which all ranks come together
-            assert isinstance(self.model.adapters, ShardedAdapterSlots)
-            self.model.adapters.follow(words)
+            assert isinstance(self._adapters, ShardedAdapterSlots)
+            self._adapters.follow(words)
+            return None
+        if kind == Message.RELOAD:  # which no rank waits for another one to do
+            if self._load is not None:
+                model = self._load()
+                super().reload(model if self._adapters is None else model.with_adapters(self._adapters))
             return None
         for rank in self._before:
             self._ranks.wait_for(rank)
         if kind == Message.STEP:
             self._compute(*words)
+            self._check_exchanges()
         elif kind == Message.COPY_BLOCKS:
             group, *blocks = words
             super().copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
+        elif kind == Message.READ_BLOCK:
+            self._shared_block.own.copy_(super().read_block(*words))
+        elif kind == Message.WRITE_BLOCK:
+            [block] = words
+            super().write_block(block, self._shared_block.own)
         elif kind == Message.RELEASE:
             self._hidden = [None] * self.num_slots
-            super().release(with_model=False)
+            super().release(with_model=bool(*words))
         elif kind == Message.RESTORE:
             super().restore()
         else:
             assert kind == Message.LOGITS
             return self._logits_of(*words)
         return None
+
+    @staticmethod
+    def _connect(group: Group, device: str) -> PeerGroup:
+        """Give this rank's part of the model the memory of all GPUs, which it exchanges activations by."""
+        with group.together():
+            peers = PeerGroup.connect(group, device)
+        group.team.memory.copy_(peers.memory)
+        group.on_abort.append(peers.abort)
+        return peers
+
+    def _check_exchanges(self) -> None:
+        """Wait for the GPU if there is one, and check that its exchanges with others have succeeded.
+
+        Raises:
+            RuntimeError: one has not; the message has the cause.
+        """
+        if self._peers is not None:
+            with self._ranks.together():
+                torch.cuda.current_stream().synchronize()
+                self._peers.check()
 
     def _compute(self, slot: int, *description: int) -> None:
         """Compute the step in a slot, and leave its hidden states to the next stage."""
@@ -218,8 +296,10 @@ class RankWorker(Worker):
         assert hidden is not None
         if self._ranks.rank >= self._ranks.team.size:
             return None
-        rows = torch.arange(first, first + count)
-        return self.model.logits(hidden, rows, adapter_ids_of(rows, adapter))
+        rows = torch.arange(first, first + count, device=self.device)
+        logits = self.model.logits(hidden, rows, adapter_ids_of(rows, adapter))
+        self._check_exchanges()
+        return logits
 
     def _share_hidden(self, model: Stage, inputs: BatchInputs) -> Tensor:
         """Allocate memory for the hidden states between two stages, and read them there unless the stage is the first.

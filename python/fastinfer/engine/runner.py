@@ -81,7 +81,7 @@ class Runner:
 
     def description(self, size: BatchSize, is_decode: bool) -> list[int]:
         """Return what other ranks must know of a step whose inputs are written, for :meth:`follow`."""
-        return [*size, is_decode, self.inputs.digest(size)]
+        return [*size, is_decode, self.inputs.digest(size), *self.inputs.take_changes()]
 
     def follow(self, words: Sequence[int]) -> StepResult:
         """Compute the step that rank 0 has announced, whose inputs are in the memory that the ranks share.
@@ -92,8 +92,11 @@ class Runner:
         Raises:
             RuntimeError: the inputs are not those of the message.
         """
-        num_seqs, num_tokens, num_logits, has_adapters, *others, is_decode, digest = words
+        num_fields = len(BatchSize._fields)
+        num_seqs, num_tokens, num_logits, has_adapters, *others = words[:num_fields]
+        is_decode, digest, *changes = words[num_fields:]
         size = BatchSize(num_seqs, num_tokens, num_logits, bool(has_adapters), *others)
+        self.inputs.add_changes(changes)
         if (own := self.inputs.digest(size)) != digest:
             raise RuntimeError(f"the inputs of a step must have the digest {digest}, got {own}")
         return self.run(size, bool(is_decode))

@@ -124,6 +124,21 @@ class Worker:
         """Copy blocks of a group of layers, see :meth:`fastinfer.models.kv_cache.KVCache.copy_blocks`."""
         self.kv_cache.copy_blocks(pairs, group)
 
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block in the caches of all layers."""
+        return sum(row.shape[1] for row in self.kv_cache.rows)
+
+    def read_block(self, block: int) -> Tensor:
+        """Return a copy of a block of all layers, [block_bytes] uint8, on ``device``."""
+        return torch.cat([row[block].to(self.device) for row in self.kv_cache.rows])
+
+    def write_block(self, block: int, data: Tensor) -> None:
+        """Fill a block of all layers with the bytes that :meth:`read_block` has returned, in host memory."""
+        rows = self.kv_cache.rows
+        for row, part in zip(rows, data.to(self.device).split([row.shape[1] for row in rows]), strict=True):
+            row[block].copy_(part)
+
     def prompt_logprobs(
         self, hidden: Tensor, token_ids: list[int], count: int, adapter: int
     ) -> list[list[TokenLogprob]]:

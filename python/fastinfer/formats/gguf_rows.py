@@ -20,9 +20,10 @@ numbers from -15 to 15, 2 q - 15: 4-bit integers with a minimum, which are faste
 **Blocks of one scale: TQ1_0, TQ2_0 (256), Q1_0 (128) and Q2_0 (64).** Their weights are integers from -1 to at most 2
 times the scale, which each group of 32 gets. Nothing is rounded.
 
-**Packed for a CPU, Q4_K and Q6_K keep their integers, scales and minimums as they are stored**: 4-bit and 6-bit weights
-with two-level scales (:func:`fastinfer.ops.pack_two_level_scales`). Nothing is rounded, and they take 4.625 and 6.5625
-bits a weight; in the file 4.5 and 6.5625.
+**Packed for a CPU, Q4_K, Q5_K and Q6_K keep their integers, scales and minimums as they are stored**: weights of 4, 5
+and 6 bits with two-level scales (:func:`fastinfer.ops.pack_two_level_scales`). Nothing is rounded, and they take 4.625,
+5.625 and 6.5625 bits a weight; in the file 4.5, 5.5 and 6.5625. Q5_0 and Q5_1 keep 5 bits, too, if all rows of the
+weight do.
 
 **Blocks of 256 in groups of 16: Q3_K, IQ1_M, IQ2_XS, IQ2_S (scale only), Q2_K (scale and minimum) and, for a GPU, Q6_K
 (scale only).** The smallest group of the other forms is 32, so an exact weight is dense fp32. Otherwise two groups are
@@ -63,9 +64,10 @@ LUT_TYPES = (GGUFType.IQ4_NL, GGUFType.IQ4_XS, GGUFType.MXFP4, *GRID_TYPES)
 GROUPS_OF_32 = (GGUFType.Q4_K, GGUFType.Q5_K, GGUFType.IQ4_XS, GGUFType.IQ3_S, *GRID_TYPES)
 GROUPS_OF_16 = (GGUFType.Q6_K, GGUFType.Q3_K, GGUFType.Q2_K, GGUFType.IQ1_M, GGUFType.IQ2_XS, GGUFType.IQ2_S)
 INT8_TYPES = (GGUFType.Q8_0, GGUFType.Q5_0, GGUFType.Q5_1, GGUFType.Q5_K, *GROUPS_OF_16)
-TWO_LEVEL_BITS = {int(GGUFType.Q4_K): 4, int(GGUFType.Q6_K): 6}
+FIVE_BIT_TYPES = (GGUFType.Q5_0, GGUFType.Q5_1)
+TWO_LEVEL_BITS = {int(GGUFType.Q4_K): 4, int(GGUFType.Q5_K): 5, int(GGUFType.Q6_K): 6}
 # Bits of a weight that keeps these scales on a CPU, scales and minimums included.
-TWO_LEVEL_SIZES = {4: 4.625, 6: 6.5625}
+TWO_LEVEL_SIZES = {4: 4.625, 5: 5.625, 6: 6.5625}
 QUANTIZED_TYPES = (*INT4_TYPES, *INT8_TYPES, *LUT_TYPES)
 
 # Look-up table of IQ4_NL and IQ4_XS, for normally distributed weights.
@@ -140,13 +142,18 @@ class GGUFRows(Unpacked):
 
     @property
     def kind(self) -> str:
-        return "Int6" if self.two_level_bits == 6 else self.form.kind
+        return f"Int{self.two_level_bits}" if self.two_level_bits else "Int5" if self.has_five_bits else self.form.kind
 
     @property
     def two_level_bits(self) -> int:
-        """Bits of the integers, 4 or 6, if all rows can be packed by :meth:`pack_two_level`; else 0."""
+        """Bits of the integers, 4, 5 or 6, if all rows can be packed by :meth:`pack_two_level`; else 0."""
         types = self.types.unique()
         return TWO_LEVEL_BITS.get(int(types[0]), 0) if len(types) == 1 else 0
+
+    @property
+    def has_five_bits(self) -> bool:
+        """Whether :meth:`pack` packs the integers in 5 bits, though they are unpacked to 8."""
+        return all(type in FIVE_BIT_TYPES for type in self.types.unique().tolist())
 
     def dequantize(self) -> Tensor:
         return self.unpack().dequantize()
@@ -195,7 +202,8 @@ class GGUFRows(Unpacked):
         """Pack all rows for the kernels of the CPU: what their operators make of the unpacked rows.
 
         Args:
-            q: receives the packed integers, as from :func:`fastinfer.ops.int4_pack` or ``int8_pack``.
+            q: receives the packed integers, as from :func:`fastinfer.ops.int4_pack`, ``int5_pack`` with
+                :attr:`has_five_bits`, or ``int8_pack``.
             scales, mins: receive the packed scales and minimums, as from :func:`fastinfer.ops.pack_scales`; fp16 or
                 fp32. ``mins`` is ``None`` for a form without minimums.
 
@@ -211,7 +219,7 @@ class GGUFRows(Unpacked):
         """Pack all rows for the kernels of the CPU as they are stored, without rounding.
 
         Args:
-            q: receives the packed integers, as from :func:`fastinfer.ops.int4_pack` or ``int6_pack``.
+            q: receives the packed integers, as from :func:`fastinfer.ops.int4_pack`, ``int5_pack`` or ``int6_pack``.
             scales, mins: receive the packed scales and minimums, as from :func:`fastinfer.ops.pack_two_level_scales`.
                 ``mins`` is ``None`` for 6 bits.
 

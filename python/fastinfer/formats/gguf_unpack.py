@@ -91,6 +91,8 @@ def packed_bytes(tensor: GGUFTensor, exact: bool, device: str, is_embedding: boo
         bits = 32 if exact else 8.5
     elif tensor.type in QUANTIZED_TYPES:
         rows = GGUFRows.of(tensor.data[:1], tensor.type, exact)
-        bits = TWO_LEVEL_SIZES[rows.two_level_bits] if rows.two_level_bits and device == "cpu" else rows.packed_bits
+        bits = rows.packed_bits
+        if device == "cpu":
+            bits = TWO_LEVEL_SIZES.get(rows.two_level_bits, bits - 3 * rows.has_five_bits)
         bits += 4 if is_embedding and isinstance(rows.form, Lut) else 0
     return round(math.prod(tensor.shape) * bits / 8)

@@ -12,6 +12,9 @@ from fastinfer.utils.file_kind import HEAD_BYTES, kind_of_file
 from fastinfer.utils.gguf_names import shard_names
 from fastinfer.utils.regular_file import open_regular
 
+# In place of a draft model's name: the model's own layer for multi-token prediction.
+MTP = "mtp"
+
 
 def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
     """Find the local file or folder of a model; download the model first if necessary.

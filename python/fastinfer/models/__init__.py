@@ -14,9 +14,12 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Tap
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
-from fastinfer.models.head_loader import load_eagle_head
+from fastinfer.models.gguf_heads import EAGLE3, GGUFHeadCheckpoint
+from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
+from fastinfer.models.head_loader import load_eagle_head, load_mtp_head
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint, is_hf_head
+from fastinfer.models.hf_mtp import HFMTPCheckpoint
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
 from fastinfer.models.lora import AdapterSlots
@@ -129,10 +132,13 @@ def load_model(
 
 def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:
     """Load a checkpoint without its tokenizer; arguments and errors are those of :func:`load_model`."""
+    precision = Precision.of(dtype, device)
     with one_torch_thread():
-        if isinstance(checkpoint, HFHeadCheckpoint):
-            return load_eagle_head(checkpoint, Precision.of(dtype, device), max_model_len, device)
-        return load_decoder(checkpoint, Precision.of(dtype, device), max_model_len, device)
+        if isinstance(checkpoint, HFHeadCheckpoint | GGUFHeadCheckpoint):
+            return load_eagle_head(checkpoint, precision, max_model_len, device)
+        if isinstance(checkpoint, HFMTPCheckpoint | GGUFMTPCheckpoint):
+            return load_mtp_head(checkpoint, precision, max_model_len, device)
+        return load_decoder(checkpoint, precision, max_model_len, device)
 
 
 def check_has_all_logits(model: Model) -> None:
@@ -162,4 +168,17 @@ def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
     """
     if path.is_dir():
         return HFHeadCheckpoint(path, exact) if is_hf_head(path) else HFCheckpoint(path, exact)
-    return GGUFCheckpoint(open_gguf(path), exact)
+    file = open_gguf(path)
+    is_head = file.metadata.get("general.architecture") == EAGLE3
+    return GGUFHeadCheckpoint(file, exact) if is_head else GGUFCheckpoint(file, exact)
+
+
+def open_mtp_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
+    """Open the layer for multi-token prediction in a model's checkpoint.
+
+    Arguments and errors are those of :func:`open_checkpoint`, and:
+
+    Raises:
+        RequestError: the checkpoint has no such layer.
+    """
+    return HFMTPCheckpoint(path, exact) if path.is_dir() else GGUFMTPCheckpoint(open_gguf(path), exact)

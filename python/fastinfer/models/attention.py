@@ -16,6 +16,19 @@ from fastinfer.models.projection import OutputProjection
 from fastinfer.weights.weight import Weight
 
 
+@dataclass(slots=True, eq=False)
+class AttentionPlan:
+    """How the attention of one step is divided on a GPU, for layers of the same sizes.
+
+    Attributes:
+        dense: plan of :func:`fastinfer.ops.paged_attention` for the batch.
+        sparse: that for the tokens with sparse attention; the first layer that has it makes the plan.
+    """
+
+    dense: Tensor
+    sparse: Tensor | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Attention:
     """Grouped-query attention over a paged cache.
@@ -62,9 +75,9 @@ class Attention:
     scale: float | None = None
     sinks: Tensor | None = None
 
-    def plan(self, batch: Batch) -> Tensor:
+    def plan(self, batch: Batch) -> AttentionPlan:
         """Plan how the attention of a step is divided on a GPU; layers with the same :attr:`plan_sizes` share it."""
-        return ops.paged_attention_plan(batch.seq_lens, batch.query_start, *self.plan_sizes)
+        return AttentionPlan(ops.paged_attention_plan(batch.seq_lens, batch.query_start, *self.plan_sizes))
 
     @property
     def plan_sizes(self) -> tuple[int, int, int, int]:
@@ -72,7 +85,13 @@ class Attention:
         return self.num_heads, self.num_kv_heads, self.head_dim, self.window
 
     def __call__(
-        self, x: Tensor, residual: Tensor, batch: Batch, cache: LayerCache, plan: Tensor, lora: LayerAdapters | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        lora: LayerAdapters | None,
     ) -> Tensor:
         """Return ``residual`` plus the output for ``x``, both [tokens, hidden]; fill the cache."""
         x, options = self.norm.before_linear(x)
@@ -97,7 +116,7 @@ class Attention:
         out = out.view(len(x), -1)
         return self.output(out if gate is None else ops.sigmoid_gate(out, gate), residual, lora)
 
-    def _attend(self, q: Tensor, batch: Batch, cache: LayerCache, plan: Tensor, lse: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, batch: Batch, cache: LayerCache, plan: AttentionPlan, lse: Tensor | None) -> Tensor:
         """Return the output of attention, [tokens, num_heads, head_dim]."""
         attend = partial(
             ops.paged_attention,
@@ -110,7 +129,7 @@ class Attention:
         )
         table, sparse = batch.block_tables[cache.group], batch.sparse
         if sparse is None or cache.bounds is None:
-            return attend(q, cache.k, cache.v, table, batch.seq_lens, batch.query_start, lse=lse, plan=plan)
+            return attend(q, cache.k, cache.v, table, batch.seq_lens, batch.query_start, lse=lse, plan=plan.dense)
         if sparse.dense_lens is None:
             out = q.new_empty(q.shape)
         else:  # of tokens that see nothing, as the others do here, it is 0
@@ -119,7 +138,9 @@ class Attention:
         pages, lens = ops.select_pages(
             rows, cache.bounds, table, batch.seq_lens, batch.query_start, cache.k.shape[1], sparse.num_pages, self.scale
         )
-        attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=out[: sparse.num_rows])
+        if plan.sparse is None:
+            plan.sparse = ops.paged_attention_plan(lens, sparse.row_start, *self.plan_sizes)
+        attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=out[: sparse.num_rows], plan=plan.sparse)
         return out
 
     def _store(self, qkv: list[Tensor], batch: Batch, cache: LayerCache) -> Tensor:

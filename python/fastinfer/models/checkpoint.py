@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fastinfer.errors import FastinferError
 from fastinfer.formats.unpacked import Unpacked
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.state_config import LinearAttentionConfig
@@ -134,6 +135,28 @@ def fused_rows(config: ModelConfig, layer: int, part: str, inner: int | None = N
         "gate_proj": gate,
         "up_proj": up,
     }[part]
+
+
+def check_draft_tokens(tokens: Tensor, vocab_size: int, place: str, error: type[FastinferError]) -> None:
+    """Check the tokens of the rows of an output layer, [draft_vocab_size] int64.
+
+    Args:
+        tokens: the token of each row.
+        vocab_size: number of tokens of the whole vocabulary.
+        place: where they are stored, for messages.
+        error: class of the error that is raised.
+
+    Raises:
+        FastinferError: a token is out of range, or belongs to several rows.
+    """
+    outside = (tokens < 0) | (tokens >= vocab_size)
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        raise error(f"{place} must give tokens in 0..{vocab_size - 1}, got {int(tokens[row])} for row {row}")
+    known, counts = tokens.unique(return_counts=True)
+    if len(known) < len(tokens):
+        got = f"{int(known[counts.argmax()])} {int(counts.max())} times"
+        raise error(f"{place} must give each row another token, got {got}")
 
 
 def rows_by_key_head(sizes: LinearAttentionConfig, part: str) -> Tensor:

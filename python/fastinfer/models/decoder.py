@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.models.attention import Attention
+from fastinfer.models.attention import Attention, AttentionPlan
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.kv_cache import KVCache, LayerCache
@@ -57,7 +57,7 @@ class DecoderLayer:
         x: Tensor,
         batch: Batch,
         cache: LayerCache | StateCache,
-        plan: Tensor | LatentPlan | None,
+        plan: AttentionPlan | LatentPlan | None,
         lora: LayerAdapters | None,
         inputs: Tensor | None = None,
         before: Tensor | None = None,
@@ -68,7 +68,7 @@ class DecoderLayer:
             attended = self.attention(x, batch, cache, plan, lora)
         elif isinstance(self.attention, Attention):
             assert isinstance(cache, LayerCache)
-            assert isinstance(plan, Tensor)
+            assert isinstance(plan, AttentionPlan)
             source = before if self.shares_input else x
             assert source is not None
             attended = self.attention(source, x, batch, cache, plan, lora)
@@ -115,7 +115,7 @@ class Decoder:
         adapters: slots of LoRA adapters, which a batch's ``adapter_ids`` refer to, or ``None``.
         draft_tokens: [draft_vocab] int64, the token of each column of the logits; ``None`` if column i is token i. Only
             draft models have one.
-        per_layer_inputs: makes the inputs of all layers, or ``None`` for models without.
+        per_layer_inputs: makes the inputs of these layers, or ``None`` for models without.
     """
 
     config: ModelConfig
@@ -146,7 +146,7 @@ class Decoder:
 
     def _forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = self.embed(batch)
-        inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
+        inputs = self._inputs(x, batch)
         if batch.last is None:
             return self._compute(range(len(self.layers)), x, inputs, batch, kv_cache)
         num_storing = self.num_storing_layers
@@ -159,6 +159,10 @@ class Decoder:
         with ops.prompt_rows(NO_ROW if self.exact else batch.last.first_prompt_row):
             return self._compute(range(num_storing, len(self.layers)), x, inputs, batch.of_last_rows(), kv_cache)
 
+    def _inputs(self, x: Tensor, batch: Batch) -> Tensor | None:
+        """Compute the inputs that layers have of their own, given the embedding; ``None`` for a model without."""
+        return None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
+
     @property
     def num_storing_layers(self) -> int:
         """Number of layers before those that store nothing, see :attr:`ModelConfig.num_storing_layers`."""
@@ -170,13 +174,13 @@ class Decoder:
         Args:
             indices: the layers.
             x: [tokens, hidden], input of the first one.
-            inputs: [tokens, layers, size], inputs that each layer has of its own, of all layers; ``None`` for none.
+            inputs: [tokens, layers, size], inputs that layers have of their own, of all layers; ``None`` for none.
             batch, kv_cache: see :meth:`forward`.
 
         Returns:
             [tokens, hidden], output of the last one.
         """
-        plans: dict[tuple[int, ...], Tensor | LatentPlan] = {}
+        plans: dict[tuple[int, ...], AttentionPlan | LatentPlan] = {}
         adapters, before = self._adapters(batch), x
         for index in indices:
             layer, lora, cache = self.layers[index], adapters[index], kv_cache.layers[index]

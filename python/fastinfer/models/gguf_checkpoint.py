@@ -132,10 +132,11 @@ class GGUFCheckpoint:
         embedding = f"{_TOP['embedding']}.weight"
         layers = decoder_layers(self.config)
         sizes: Counter[ModelPart] = Counter()
-        for name, tensor in self.file.tensors.items():
+        for name in self._loaded_names():
             kind, _, rest = name.partition(".")
-            layer = layers.get(int(rest.partition(".")[0])) if kind == "blk" else None
+            layer = layers[int(rest.partition(".")[0])] if kind == "blk" else None
             part = ModelPart(layer, f"_{_EXPERTS['experts']}." in rest)
+            tensor = self.file.tensors[name]
             sizes[part] += packed_bytes(tensor, self._exact, device, is_embedding=name == embedding)
         return sizes
 
@@ -208,6 +209,13 @@ class GGUFCheckpoint:
     def release(self) -> None:
         self.file.release()
 
+    def _loaded_names(self) -> Iterator[str]:
+        """Return the names of the tensors that are loaded."""
+        # The last layers may predict tokens after the next one.
+        layers = {str(layer) for layer in decoder_layers(self.config)}
+        names = ((name, name.split(".")) for name in self.file.tensors)
+        return (name for name, parts in names if parts[0] != "blk" or parts[1] in layers)
+
     def _rows(self, name: str, out_features: int, in_features: int) -> tuple[GGUFTensor, slice]:
         """Return the tensor that contains a matrix, and which of its rows are the matrix."""
         stored = f"{self._stored(name)}.weight"
@@ -264,7 +272,7 @@ class GGUFCheckpoint:
         """Return the name of a matrix or vector in the file, without ``.weight`` or ``.bias``."""
         names = ARCHITECTURES[self.config.architecture].names
         if not name.startswith("layers."):
-            return names.get(name, _TOP[name])
+            return names.get(name) or _TOP[name]
         layer, part, rest = split_name(name)
         layer = stored_layer(self.config, layer, part)
         if part in names:

@@ -152,6 +152,8 @@ def _factors(file: GGUFFile, architecture: str) -> dict[str, Any]:
 
 def _vocab_size(file: GGUFFile) -> int:
     tensor = file.tensors.get("token_embd.weight")
+    if tensor is None and file.get("general.architecture", str) == "eagle3":
+        return file.get("eagle3.vocab_size", int, minimum=1, maximum=MAX_SIZE)
     if tensor is None:
         raise GGUFFormatError(f"{file.path}: tensor 'token_embd.weight' is missing")
     return tensor.shape[0]

@@ -1,4 +1,4 @@
-"""Construction of a draft head from a checkpoint."""
+"""Construction of draft heads from checkpoints."""
 
 from dataclasses import replace
 
@@ -6,9 +6,14 @@ from fastinfer.models.attention_loader import load_attention
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import DecoderLayer
 from fastinfer.models.draft_head import EagleHead
+from fastinfer.models.gguf_heads import GGUFHeadCheckpoint
+from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint
+from fastinfer.models.hf_mtp import HFMTPCheckpoint
 from fastinfer.models.layer_reader import LayerReader, Part
+from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.mlp_loader import load_mlp
+from fastinfer.models.mtp_head import MTPHead
 from fastinfer.models.norm import NoNorm, RMSNorm
 from fastinfer.models.position_tables import PositionTables
 
@@ -25,7 +30,7 @@ class EagleReader(LayerReader):
 
 
 def load_eagle_head(
-    checkpoint: HFHeadCheckpoint, precision: Precision, max_model_len: int | None, device: str
+    checkpoint: HFHeadCheckpoint | GGUFHeadCheckpoint, precision: Precision, max_model_len: int | None, device: str
 ) -> EagleHead:
     """Read an EAGLE-3 head; arguments and errors are those of :func:`fastinfer.models.loader.load_decoder`."""
     reader, config, settings = EagleReader(checkpoint, precision, device), checkpoint.config, checkpoint.eagle
@@ -61,4 +66,30 @@ def load_eagle_head(
         fc_norm=input_norm("input_norm", count * hidden) if settings.has_fc_norm else None,
         aux_norms=tuple(input_norm(f"fc_norm.{i}", hidden) for i in range(count)) if settings.has_aux_norms else (),
         norm_residual=settings.norm_residual,
+    )
+
+
+def load_mtp_head(
+    checkpoint: HFMTPCheckpoint | GGUFMTPCheckpoint, precision: Precision, max_model_len: int | None, device: str
+) -> MTPHead:
+    """Read a layer for multi-token prediction.
+
+    Arguments and errors are those of :func:`fastinfer.models.loader.load_decoder`.
+    """
+    reader, config = LayerReader(checkpoint, precision, device), checkpoint.config
+    hidden = config.hidden_size
+    norm = reader.norm("norm")
+    assert isinstance(norm, RMSNorm)
+    return MTPHead(
+        config=config,
+        dtype=precision.dtype,
+        exact=precision.exact,
+        embedding=None,
+        layers=DecoderLoader(reader, max_model_len).layers(range(1)),
+        norm=norm,
+        lm_head=None,
+        token_norm=RMSNorm(reader.vector("token_norm", hidden), config.norm_eps),
+        feature_norm=RMSNorm(reader.vector("feature_norm", hidden), config.norm_eps),
+        norm_output=True,
+        fc=reader.weight(("fc",), checkpoint.linear("fc", hidden, 2 * hidden), None),
     )

@@ -18,6 +18,7 @@ from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import (
     ModelPart,
+    check_draft_tokens,
     decoder_layers,
     fused_rows,
     rows_by_key_head,
@@ -90,13 +91,11 @@ class HFCheckpoint:
         return self.part_bytes(device).total()
 
     def part_bytes(self, device: str) -> Counter[ModelPart]:
-        # A folder may have more than is loaded: layers for images, or layers that predict tokens after the next one.
-        loaded = (self._prefix, f"{self._head_prefix}lm_head.")
         prefix = self._with_prefix(f"{self._family.top['layers']}.")
         router, experts = (f"{self._family.layer.get(part)}." for part in ("router", "experts"))
         layers, packed = decoder_layers(self.config), PackedSizes(self._quantization, self._exact)
         sizes: Counter[ModelPart] = Counter()
-        for name in filter(lambda name: name.startswith(loaded), self.tensors.names):
+        for name in self._loaded_names():
             index, _, rest = name.removeprefix(prefix).partition(".")
             layer = int(index) if index.isdecimal() else None
             if layer is None or layer in layers:
@@ -169,19 +168,7 @@ class HFCheckpoint:
                 f"{self.path}: tensor {D2T!r} must be [{rows}] int64, got {list(offsets.shape)} {offsets.dtype}"
             )
         tokens = offsets.long() + torch.arange(rows)
-        outside = (tokens < 0) | (tokens >= vocab_size)
-        if outside.any():
-            row = int(outside.nonzero()[0])
-            raise CheckpointFormatError(
-                f"{self.path}: tensor {D2T!r} must give tokens in 0..{vocab_size - 1}, "
-                f"got {int(tokens[row])} for row {row}"
-            )
-        known, counts = tokens.unique(return_counts=True)
-        if len(known) < rows:
-            raise CheckpointFormatError(
-                f"{self.path}: tensor {D2T!r} must give each row another token, "
-                f"got {int(known[counts.argmax()])} {int(counts.max())} times"
-            )
+        check_draft_tokens(tokens, vocab_size, f"{self.path}: tensor {D2T!r}", CheckpointFormatError)
         return tokens
 
     def layout(self, layer: int) -> frozenset[tuple[str, tuple[int, ...], str]]:
@@ -196,6 +183,12 @@ class HFCheckpoint:
     def release(self) -> None:
         self._packed_experts = {}
         self.tensors.release()
+
+    def _loaded_names(self) -> Iterator[str]:
+        """Return the names of the tensors that are loaded, or belong to layers of which some are."""
+        # A folder may have more: layers for images, or layers that predict tokens after the next one.
+        loaded = (self._prefix, f"{self._head_prefix}lm_head.")
+        return (name for name in self.tensors.names if name.startswith(loaded))
 
     def _read_config(self) -> tuple[ModelConfig, Family]:
         """Return the configuration, and the names of the tensors."""
@@ -398,7 +391,8 @@ class HFCheckpoint:
     def _has_stacked_experts(self) -> bool:
         """Return whether projections of all experts are stored as one tensor."""
         stacked = tuple(f".{self._family.layer.get('experts')}.{name}" for name in self._family.stacked.values())
-        return any(part in name for name in self.tensors.names for part in stacked)
+        layers = self._with_prefix(f"{self._family.top['layers']}.")
+        return any(part in name for name in self.tensors.names if name.startswith(layers) for part in stacked)
 
     def _check_output_layer(self) -> None:
         """Refuse a checkpoint without the output layer that it says to have."""

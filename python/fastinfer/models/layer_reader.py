@@ -130,10 +130,15 @@ class LayerReader:
         module = name.rpartition(".")[2]
         return OutputProjection(module, self.weight((name,), weight, bias), norm, factor)
 
-    def vocabulary(self, name: str, rows: int, width: int | None = None) -> Weight:
-        """Read a matrix with a row for each token, of the hidden size or another width."""
-        parts = self.checkpoint.parts(name, rows, width or self.config.hidden_size)
+    def vocabulary(self, name: str, rows: int, width: int | None = None, columns: Tensor | None = None) -> Weight:
+        """Read a matrix with a row for each token, of the hidden size or another width, or some columns of it."""
+        parts = self.vocabulary_parts(name, rows, width, columns)
         return self.make(parts, self.precision.logits_activation_bits, rows=rows)
+
+    def vocabulary_parts(self, name: str, rows: int, width: int | None, columns: Tensor | None) -> Iterable[Unpacked]:
+        """Return consecutive parts of such a matrix, see :meth:`vocabulary`."""
+        parts = self.checkpoint.parts(name, rows, width or self.config.hidden_size)
+        return parts if columns is None else (part.columns(columns) for part in parts)
 
     def pre_norm(self, name: str, scale: float | None = None, factor: float = 1.0) -> Norm:
         """Read the norm of the input of attention or MLP, for a model with such norms; see :meth:`norm`."""

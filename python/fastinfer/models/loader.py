@@ -115,9 +115,9 @@ class DecoderLoader:
         # A copy, or the file could stay mapped.
         return table.dequantize().to(self._reader.device, self._reader.precision.dtype, copy=True)
 
-    def per_layer_inputs(self) -> PerLayerInputs | None:
-        """Read what makes the inputs of all layers; None for a model whose layers have none."""
-        return load_per_layer_inputs(self._reader)
+    def per_layer_inputs(self, layers: range | None = None) -> PerLayerInputs | None:
+        """Read what makes the inputs of layers, by default of all; None for a model whose layers have none."""
+        return load_per_layer_inputs(self._reader, layers or range(self._config.num_layers))
 
     def norm(self) -> Norm:
         """Read the norm after the last layer. It scales the logits, too."""

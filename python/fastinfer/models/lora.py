@@ -1,6 +1,7 @@
 """Loaded LoRA adapters, in a fixed number of slots so that recorded graphs stay valid."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fastinfer.errors import AdapterError
 from fastinfer.formats.peft import LoraAdapter, LowRank
 from fastinfer.models.checkpoint import MLP_PARTS
 from fastinfer.models.config import LatentAttentionConfig, ModelConfig
+from fastinfer.models.layer_places import LayerPlace
 from fastinfer.models.lora_modules import Sizes, module_parts, module_sizes
 from fastinfer.models.state_config import Mamba2Config
 
@@ -131,6 +133,7 @@ class AdapterSlots:
         max_rank: largest rank of an adapter.
         dtype: dtype of the matrices.
         device: device of the model.
+        places: places of all layers of a model that is on several devices, of which ``device`` is the first.
 
     Attributes:
         layers: for each layer, the matrices by name of the module; those of experts are ``experts.gate_proj`` and so
@@ -139,18 +142,26 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, config: ModelConfig, max_loras: int, max_rank: int, dtype: torch.dtype, device: str = "cpu"
+        self,
+        config: ModelConfig,
+        max_loras: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        places: Sequence[LayerPlace] = (),
     ) -> None:
         self.max_loras = max_loras
         self.max_rank = max_rank
         self._config = config
         self._dtype = dtype
         self._device = torch.device(device)
+        whole = LayerPlace(range(config.num_layers), device)
         self.layers = tuple(
-            {name: self._empty(name, *size) for name, size in self._sizes(layer).items()}
-            for layer in range(config.num_layers)
+            {name: self._empty(name, *size, _device(place, name)) for name, size in self._sizes(layer).items()}
+            for place in places or (whole,)
+            for layer in place.layers
         )
-        self.lm_head = self._empty("lm_head", config.hidden_size, config.vocab_size)
+        self.lm_head = self._empty("lm_head", config.hidden_size, config.vocab_size, device)
 
     def of(self, adapter_ids: Tensor) -> list[LayerAdapters]:
         """Return the adapters of all layers for a step whose tokens have these slots."""
@@ -192,13 +203,13 @@ class AdapterSlots:
         """Return the numbers of inputs and outputs of a layer's modules, by name."""
         return module_sizes(self._config, layer)
 
-    def _empty(self, name: str, features: int, out: int) -> ModuleSlots:
+    def _empty(self, name: str, features: int, out: int, device: str) -> ModuleSlots:
         """Allocate the matrices of a module, uninitialised: a page takes memory only once it is written."""
         config, sizes = self._config, (features, out)
         count = {"experts": config.num_experts, "heads": config.num_heads}.get(name.partition(".")[0])
         shape = (self.max_loras,) if count is None else (self.max_loras, count)
-        a, b = (torch.empty(*shape, self.max_rank, size, dtype=self._dtype, device=self._device) for size in sizes)
-        return ModuleSlots(a, b, torch.zeros(shape, dtype=torch.int32, device=self._device))
+        a, b = (torch.empty(*shape, self.max_rank, size, dtype=self._dtype, device=device) for size in sizes)
+        return ModuleSlots(a, b, torch.zeros(shape, dtype=torch.int32, device=device))
 
     def _host(self, matrix: Tensor) -> Tensor:
         """Copy a matrix into host memory of its own, in the dtype of the slots; pinned for a GPU."""
@@ -271,6 +282,11 @@ class AdapterSlots:
         if not found:
             raise KeyError(f"the model has no {part} in a layer {stored}")
         return found[0]
+
+
+def _device(place: LayerPlace, module: str) -> str:
+    """Return the device that computes a module of a layer in a place."""
+    return place.experts if place.experts is not None and module.startswith("experts.") else place.device
 
 
 def _check_shapes(adapter: LoraAdapter, low_rank: LowRank, places: list[_Place]) -> None:

@@ -92,7 +92,7 @@ class MixtureOfExperts:
         post_norm: norm of the output, or ``None``.
         gated: whether experts have a gate.
         experts_device: device of ``gate_up`` and ``down``, if it is not that of the other weights; ``None`` otherwise.
-            The inputs of the experts are copied there, and their outputs back.
+            The inputs of the experts are copied there, and their outputs back. Their adapters are there, too.
     """
 
     norm: RMSNorm
@@ -119,11 +119,11 @@ class MixtureOfExperts:
             lora.add("router", logits, routed)
         routing = self._route(logits)
         away = self.experts_device
-        inputs = (x, routing) if away is None else moved((x, routing), away)
+        inputs = (x, routing, lora) if away is None else moved((x, routing, lora), away)
         addend = self.down.own_residual(residual)
         if self.shared is not None:  # before the experts, so that a GPU computes it while a CPU computes them
             addend = self.shared(x, addend, lora)
-        out = self._experts(*inputs, lora)
+        out = self._experts(*inputs)
         if away is not None:
             out = moved(out, str(x.device))
         if self.post_norm is not None:  # of models without a shared expert

@@ -16,7 +16,7 @@ from fastinfer.weights.weight import Weight
 
 @dataclass(frozen=True, eq=False)
 class PerLayerInputs:
-    """The inputs of all layers: ``(norm(projection x) + rows of a second embedding) * factor``.
+    """The inputs of consecutive layers: ``(norm(projection x) + rows of a second embedding) * factor``.
 
     Attributes:
         embedding: [vocab, layers * size].

@@ -1,21 +1,26 @@
 """Reading of the inputs that each layer has of its own."""
 
+import torch
+
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.norm import RMSNorm
 from fastinfer.models.per_layer_input import PerLayerGate, PerLayerInputs
 
 
-def load_per_layer_inputs(reader: LayerReader) -> PerLayerInputs | None:
-    """Read what makes the inputs of all layers; None for a model whose layers have none."""
+def load_per_layer_inputs(reader: LayerReader, layers: range) -> PerLayerInputs | None:
+    """Read what makes the inputs of consecutive layers; None for a model whose layers have none."""
     config, size = reader.config, reader.config.per_layer_size
     if not size:
         return None
     width = config.num_layers * size
-    projection = reader.checkpoint.linear("per_layer_model_projection", width, config.hidden_size)
+    projection, own = reader.checkpoint.linear("per_layer_model_projection", width, config.hidden_size), None
+    if len(layers) < config.num_layers:
+        own = torch.arange(layers.start * size, layers.stop * size)
+        projection = projection.rows(own)
     # The factor of the second embedding is that of the sum, so the norm's weight is divided by it.
     norm = RMSNorm(reader.vector("per_layer_norm", size) * size**-0.5, config.norm_eps)
     return PerLayerInputs(
-        embedding=reader.vocabulary("per_layer_embedding", config.vocab_size, width),
+        embedding=reader.vocabulary("per_layer_embedding", config.vocab_size, width, own),
         projection=reader.make(projection, reader.precision.activation_bits),
         norm=norm,
         factor=(size / 2) ** 0.5,

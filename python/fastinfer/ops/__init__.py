@@ -24,7 +24,7 @@ from fastinfer.ops.activation import clamped_swiglu, gelu, gelu_and_mul, relu2, 
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
 from fastinfer.ops.constant import constant_weights
 from fastinfer.ops.embedding import embedding
-from fastinfer.ops.gemm import gemm, int4_gemm, int6_gemm, int8_gemm, lut_gemm
+from fastinfer.ops.gemm import gemm, int4_gemm, int5_gemm, int6_gemm, int8_gemm, lut_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.invariance import batch_invariant
 from fastinfer.ops.linear_attention import causal_conv1d, gated_delta_rule, mamba2_scan
@@ -35,6 +35,7 @@ from fastinfer.ops.moe import (
     combine_experts,
     grouped_gemm,
     grouped_int4_gemm,
+    grouped_int5_gemm,
     grouped_int6_gemm,
     grouped_int8_gemm,
     grouped_lut_gemm,
@@ -45,6 +46,8 @@ from fastinfer.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_quan
 from fastinfer.ops.pack import (
     int4_dequantize,
     int4_pack,
+    int5_dequantize,
+    int5_pack,
     int6_dequantize,
     int6_pack,
     int8_dequantize,
@@ -96,6 +99,7 @@ __all__ = [
     "gemm",
     "grouped_gemm",
     "grouped_int4_gemm",
+    "grouped_int5_gemm",
     "grouped_int6_gemm",
     "grouped_int8_gemm",
     "grouped_lut_gemm",
@@ -103,6 +107,9 @@ __all__ = [
     "int4_dequantize",
     "int4_gemm",
     "int4_pack",
+    "int5_dequantize",
+    "int5_gemm",
+    "int5_pack",
     "int6_dequantize",
     "int6_gemm",
     "int6_pack",

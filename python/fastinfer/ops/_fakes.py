@@ -180,6 +180,7 @@ def _(x: Tensor, weight: Tensor, bias, norm_weight, eps, activation, residual) -
 
 
 @fake("int8_gemm")
+@fake("int5_gemm")
 @fake("int4_gemm")
 def _(  # type: ignore[no-untyped-def]
     x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
@@ -229,6 +230,7 @@ def _(  # type: ignore[no-untyped-def]
 
 
 @fake("grouped_int8_gemm")
+@fake("grouped_int5_gemm")
 @fake("grouped_int4_gemm")
 def _(  # type: ignore[no-untyped-def]
     x, qweight, scales, mins, out_features, row_ids, expert_start, bias, activation, activation_bits
@@ -302,6 +304,11 @@ def _(q: Tensor) -> Tensor:
     return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 4, 16, 4])
 
 
+@fake("int5_pack")
+def _(q: Tensor) -> Tensor:
+    return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 5, 16, 4])
+
+
 @fake("int6_pack")
 def _(q: Tensor) -> Tensor:
     return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 6, 16, 4], dtype=torch.uint8)
@@ -313,6 +320,7 @@ def _(q: Tensor) -> Tensor:
 
 
 @fake("int4_dequantize")
+@fake("int5_dequantize")
 @fake("int8_dequantize")
 def _(  # type: ignore[no-untyped-def]
     qweight: Tensor, scales, mins, out_features: int, rows: Tensor | None, dtype: torch.dtype

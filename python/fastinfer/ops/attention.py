@@ -95,7 +95,7 @@ def paged_attention(
             ``q``, int8, float8_e4m3fn or uint8, aligned to 16 bytes. ``v_cache`` may be ``k_cache[..., :value_dim]``:
             each row is then a key whose first elements are the value (multi-head latent attention), and is read once;
             not with uint8. On CUDA the first 256 of 320 or 512 of 576, in the dtype of ``q``.
-        block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read. On the CPU also
+        block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read. Or
             [seqs, kv_heads, max_blocks]: each KV head has other blocks, see :func:`fastinfer.ops.select_pages`.
         seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
         query_start: [seqs + 1] int32; cumulative query counts, from 0 to ``tokens``.

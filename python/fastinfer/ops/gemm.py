@@ -184,6 +184,54 @@ def int6_gemm(
     return ops.int6_gemm.default(*args)
 
 
+def int5_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    out_features: int,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    activation_bits: int = 32,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute a linear layer with a 5-bit weight ``w = scale * q + min``, q in 0..31, as GGUF's Q5_0 and Q5_K have it.
+
+    Args:
+        qweight: packed weight from :func:`int5_pack`.
+        scales: packed scales from :func:`pack_scales`, or from :func:`pack_two_level_scales` in groups of 32.
+        mins: packed minimums, like ``scales``; ``None`` for the symmetric ``w = scale * (q - 16)``.
+        x, out_features, bias, norm_weight, eps, activation, residual, activation_bits, out: as in
+            :func:`int8_gemm`.
+
+    Returns:
+        The same as :func:`int8_gemm`.
+
+    Raises:
+        RuntimeError: the same as :func:`int8_gemm`.
+
+    Devices: CPU.
+
+    Source: Q5_0, Q5_1 and Q5_K, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q, scales = torch.randint(0, 32, (32, 64), dtype=torch.uint8), torch.rand(32, 2) / 16
+    >>> x, weight = torch.randn(3, 64), (q.float() - 16) * scales.repeat_interleave(32, dim=1)
+    >>> out = ops.int5_gemm(x, ops.int5_pack(q), ops.pack_scales(scales), None, out_features=32)
+    >>> torch.allclose(out, x @ weight.T, atol=1e-3)
+    True
+    """
+    inference_only("int5_gemm", "x residual", x, residual)
+    args = (x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits)
+    if out is not None:
+        return into(out, ops.int5_gemm, *args)
+    return ops.int5_gemm.default(*args)
+
+
 def int4_gemm(
     x: Tensor,
     qweight: Tensor,

@@ -297,6 +297,55 @@ def grouped_int6_gemm(
     return ops.grouped_int6_gemm.default(*args)
 
 
+def grouped_int5_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    out_features: int,
+    row_ids: Tensor,
+    expert_start: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    activation_bits: int = 32,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply each row by the 5-bit weight of its expert, as :func:`grouped_gemm` does for dense weights.
+
+    Args:
+        qweight: [experts, tiles, in_features / 32, 5, 16, 4]; each expert packed by :func:`int5_pack`.
+        scales, mins: as in :func:`grouped_int8_gemm`; ``mins=None`` as in :func:`fastinfer.ops.int5_gemm`.
+        out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
+        x, row_ids, expert_start, bias, activation, out: as in :func:`grouped_gemm`.
+
+    Returns:
+        The same as :func:`grouped_gemm`.
+
+    Raises:
+        RuntimeError: the same as :func:`grouped_gemm`.
+
+    Devices: CPU.
+
+    Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
+    >>> rows = routing.row_ids, routing.expert_start
+    >>> x, q = torch.randn(3, 64), torch.randint(0, 32, (4, 32, 64), dtype=torch.uint8)
+    >>> qweight = torch.stack([ops.int5_pack(expert) for expert in q])
+    >>> scales = torch.ones(4, 2, 1, 16)  # one group per row
+    >>> out = ops.grouped_int5_gemm(x, qweight, scales, None, 32, *rows)
+    >>> torch.allclose(out, ops.grouped_gemm(x, q.float() - 16, *rows), atol=1e-3)
+    True
+    """
+    inference_only("grouped_int5_gemm", "x", x)
+    args = (x, qweight, scales, mins, out_features, row_ids, expert_start, bias, activation, activation_bits)
+    if out is not None:
+        return into(out, ops.grouped_int5_gemm, *args)
+    return ops.grouped_int5_gemm.default(*args)
+
+
 def grouped_int4_gemm(
     x: Tensor,
     qweight: Tensor,

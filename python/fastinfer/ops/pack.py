@@ -6,6 +6,8 @@ each of 8 or 16 rows.
 - 8 bits: ``[tiles, in_features / 32, 8, 16, 4]`` int8, with the dimensions tile, block, run of four inputs, row, input.
 - 4 bits: ``[tiles, in_features / 32, 4, 16, 4]`` uint8; the low nibbles of step s hold inputs 8s .. 8s+3 of the block,
   the high nibbles 8s+4 .. 8s+7.
+- 5 bits: ``[tiles, in_features / 32, 5, 16, 4]`` uint8; steps 0 to 3 hold the low four bits, in the order of 4 bits.
+  Bit s of the bytes of step 4 is the high bit of inputs 4s .. 4s+3.
 - 6 bits: ``[tiles, in_features / 32, 6, 16, 4]`` uint8 of q + 32; steps 0 to 3 hold the low four bits, in the order of
   4 bits. Step 4 + r holds the high two bits of inputs 16r .. 16r+15: bits 2s and 2s+1 are those of inputs 16r+4s ..
   16r+4s+3.
@@ -55,6 +57,32 @@ def int4_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return into(out, ops.int4_pack, q)
     return ops.int4_pack.default(q)
+
+
+def int5_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Pack a 5-bit weight for the kernels of the CPU.
+
+    Args:
+        q: [out_features, in_features] uint8, 0..31; contiguous; ``in_features`` a multiple of 32.
+        out: receives the result; see :mod:`fastinfer.ops`.
+
+    Returns:
+        [ceil(out_features / 16), in_features / 32, 5, 16, 4] uint8.
+
+    Raises:
+        RuntimeError: a shape, dtype or stride does not fit, or a value is above 31.
+
+    Devices: CPU.
+
+    Source: the project's own layout, csrc/quant/pack.h.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.int5_pack(torch.zeros(17, 64, dtype=torch.uint8)).shape
+    torch.Size([2, 2, 5, 16, 4])
+    """
+    if out is not None:
+        return into(out, ops.int5_pack, q)
+    return ops.int5_pack.default(q)
 
 
 def int6_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -296,6 +324,43 @@ def int8_dequantize(
     if out is not None:
         return into(out, ops.int8_dequantize, qweight, scales, mins, out_features, rows, dtype)
     return ops.int8_dequantize.default(qweight, scales, mins, out_features, rows, dtype)
+
+
+def int5_dequantize(
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    out_features: int,
+    rows: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Dequantise rows of a packed 5-bit weight: ``scale * q + min`` in fp32, then rounded to ``dtype``.
+
+    Args:
+        qweight, scales, mins, out_features: as in :func:`fastinfer.ops.int5_gemm`.
+        rows, dtype, out: as in :func:`int4_dequantize`.
+
+    Returns:
+        [n or out_features, in_features].
+
+    Raises:
+        RuntimeError: the same as :func:`int4_dequantize`.
+
+    Devices: CPU.
+
+    Source: inverse of :func:`int5_pack`.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q, scales = torch.randint(0, 32, (20, 64), dtype=torch.uint8), torch.rand(20, 2)
+    >>> out = ops.int5_dequantize(ops.int5_pack(q), ops.pack_scales(scales), None, out_features=20)
+    >>> torch.equal(out, (q.float() - 16) * scales.repeat_interleave(32, dim=1))
+    True
+    """
+    if out is not None:
+        return into(out, ops.int5_dequantize, qweight, scales, mins, out_features, rows, dtype)
+    return ops.int5_dequantize.default(qweight, scales, mins, out_features, rows, dtype)
 
 
 def int6_dequantize(

@@ -68,7 +68,7 @@ def all_gather_rows(
     Raises:
         RuntimeError: as for :func:`all_gather`.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: the embedding of Megatron-LM (https://arxiv.org/abs/1909.08053), with copies in place of sums with zeros.
 
@@ -174,7 +174,7 @@ def local_ids(ids: Tensor, start: int, end: int, *, out: Tensor | None = None) -
     Raises:
         RuntimeError: a shape, dtype or stride does not fit, or the range is empty.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: as for :func:`all_gather_rows`, whose input is looked up by these ids.
 

@@ -13,11 +13,11 @@ NO_ROW = 2**63 - 1
 def prompt_rows(first: int) -> Iterator[None]:
     """Tell each operator in the ``with`` block that its rows from ``first`` on are tokens of a prompt.
 
-    On CPUs with AMX, ``gemm``, ``int4_gemm``, ``int6_gemm``, ``int8_gemm`` and ``lut_gemm`` compute these rows in bf16
-    tiles, and so do the grouped products the rows that read these rows of ``x``: rows (after the norm) and weights are
-    rounded to bf16, whatever their dtype and ``activation_bits`` are, and summed in fp32. ``add_lora``, whose rows are
-    those of the tokens from ``first`` on, also rounds the products with ``a``. ``w8a8_gemm`` computes them in int8
-    tiles, bit by bit with the same result as without.
+    On CPUs with AMX, ``gemm``, ``int4_gemm``, ``int5_gemm``, ``int6_gemm``, ``int8_gemm`` and ``lut_gemm`` compute
+    these rows in bf16 tiles, and so do the grouped products the rows that read these rows of ``x``: rows (after the
+    norm) and weights are rounded to bf16, whatever their dtype and ``activation_bits`` are, and summed in fp32.
+    ``add_lora``, whose rows are those of the tokens from ``first`` on, also rounds the products with ``a``.
+    ``w8a8_gemm`` asks for no roles: its int8 tiles have the same bits as no tiles.
 
     On CPUs with AMX or AVX-512 BF16, ``paged_attention``, whose rows are the tokens of ``q``, rounds queries, keys,
     values and probabilities to bf16; its sums and its softmax stay in fp32.

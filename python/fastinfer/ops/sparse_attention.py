@@ -26,10 +26,10 @@ def store_page_bounds(bounds: Tensor, k_cache: Tensor, k_scale: Tensor | None, s
             whose slot is not the last of its block.
 
     Raises:
-        RuntimeError: a shape, dtype or device does not fit, or a slot is outside the cache; scales are missing, or
-            passed for a cache that has none.
+        RuntimeError: a shape, dtype, device or on CUDA the ``head_dim`` does not fit; scales are missing, or passed
+            for a cache that has none; on the CPU also a slot outside the cache, which CUDA skips.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774.
 
@@ -66,14 +66,14 @@ def select_pages(
     sequence of its own: its ``query_start`` is 0, 1, 2, ... A token's pages do not depend on the other tokens.
 
     Args:
-        q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16, with a head_dim that is a multiple of 8; may be a strided
-            view whose last two dimensions are contiguous.
+        q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16, with a head_dim that is a multiple of 8, on CUDA of at
+            most 512; may be a strided view whose last two dimensions are contiguous.
         bounds: [num_blocks, kv_heads, 2, head_dim] bf16, see :func:`store_page_bounds`; those of the first page and of
             the last two are never read.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
         seq_lens: [seqs] int32; cached length of each sequence, including all of its queries.
         query_start: [seqs + 1] int32; cumulative query counts. There may be more queries than ``tokens``, which are
-            then the first of them.
+            then the first of them; on CUDA also fewer, and the other tokens read nothing.
         block_size: tokens per page.
         num_pages: number of pages that a token reads at most, at least 4.
         scale: factor of the logits; ``head_dim ** -0.5`` by default.
@@ -83,10 +83,10 @@ def select_pages(
         and the number of positions in them, [tokens] int32.
 
     Raises:
-        RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit, lengths contradict each other, or a
-            block is outside the cache; ``num_pages`` is less than 4.
+        RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit; ``num_pages`` is less than 4; on the
+            CPU also lengths that contradict each other, and blocks outside the cache.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774, without the sum over query heads.
 

@@ -81,8 +81,10 @@ ON_BOTH = {
     "mamba2_scan": NORM,
     "merge_attention_states": Support(head_dim=ANY),
     "all_gather": ELEMENTWISE,
+    "all_gather_rows": ELEMENTWISE,
     "all_reduce": ELEMENTWISE,
     "all_reduce_add_rms_norm": NORM,
+    "local_ids": Support((torch.int64,)),
     "head_rows": Support((torch.int64,)),
     "route_experts": ELEMENTWISE,
     "combine_experts": ELEMENTWISE,
@@ -97,14 +99,14 @@ ON_BOTH = {
 
 # Operators without a CUDA kernel.
 ON_CPU = {
+    "int5_gemm": INT4_WEIGHT,
+    "grouped_int5_gemm": INT4_WEIGHT,
+    "int5_pack": PACK4,
+    "int5_dequantize": PACK4,
     "int6_gemm": INT6_WEIGHT,
     "grouped_int6_gemm": INT6_WEIGHT,
     "int6_pack": PACK8,
     "int6_dequantize": UNPACK6,
-    "store_page_bounds": replace(STORE, dtype=(BF16,)),
-    "select_pages": Support(head_dim=range(8, MOST, 8)),
-    "all_gather_rows": ELEMENTWISE,
-    "local_ids": Support((torch.int64,)),
 }
 
 
@@ -120,6 +122,14 @@ TABLE: dict[str, dict[str, Support]] = {
     "paged_attention_plan": {
         "cpu": Support((torch.int32,), head_dim=ANY),
         "cuda": Support((torch.int32,), head_dim=tuple(sorted(CUDA_HEAD_DIMS + CUDA_LATENT_HEAD_DIMS))),
+    },
+    "store_page_bounds": {
+        "cpu": replace(STORE, dtype=(BF16,)),
+        "cuda": replace(STORE, dtype=(BF16,), head_dim=range(8, MOST, 8)),
+    },
+    "select_pages": {
+        "cpu": Support(head_dim=range(8, MOST, 8)),
+        "cuda": Support(head_dim=range(8, 513, 8)),
     },
     **{op: {"cpu": DENSE, "cuda": CUDA_DENSE} for op in ("gemm", "grouped_gemm")},
     **{op: {"cpu": INT8_WEIGHT, "cuda": _on_cuda(INT8_WEIGHT)} for op in ("int8_gemm", "grouped_int8_gemm")},

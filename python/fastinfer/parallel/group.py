@@ -60,7 +60,7 @@ class Group:
         rank, size, purpose: see above.
         fds: both file descriptors, for the processes of other ranks.
         cause: why the group was aborted; empty while it works, and where another rank knows the cause.
-        on_abort: function that is called once this rank has aborted the group; ``None`` for none.
+        on_abort: functions that are called once this rank has aborted the group.
         memory: [bytes] uint8, memory for exchanges of all ranks.
         team: the ranks that exchange activations with this one.
     """
@@ -85,7 +85,7 @@ class Group:
         start = 0 if team_size == size else (1 + rank // team_size) * num_bytes
         self.team = Team(rank % team_size, team_size, torch.from_numpy(shared[start : start + num_bytes]))
         self._group = ProcessGroup(shared, rank)
-        self.on_abort: Callable[[], None] | None = None
+        self.on_abort: list[Callable[[], None]] = []
         self.cause = ""
         self._has_cause = threading.Event()
         self._pid = os.getpid()
@@ -165,6 +165,19 @@ class Group:
         """
         self._group.wait_for(rank)
 
+    def start_together(self) -> None:
+        """Wait for rank 0, however long it needs. It calls this once all others are about to, which it must know.
+
+        Raises:
+            RuntimeError: the group was aborted.
+        """
+        with self.together():
+            if self.rank == 0:
+                self.send([])
+            else:
+                self.receive()
+            self.finish()
+
     def end_message(self, cause: object) -> str:
         """Return the message of errors after the group has ended for a cause."""
         return f"{self.purpose} ended: {cause}"
@@ -179,8 +192,8 @@ class Group:
             self.cause = cause
             self._has_cause.set()
         self._group.abort()
-        if self.on_abort is not None:
-            self.on_abort()
+        for call in self.on_abort:
+            call()
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -26,7 +26,6 @@ def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
     if num_stages == 1:
         return [range(config.num_layers)]
     parts = {
-        "inputs of single layers": bool(config.per_layer_size),
         "a reduced vocabulary": bool(config.draft_vocab_size),
         "images": config.architecture in FAMILIES,
     }
@@ -105,6 +104,7 @@ def layer_cost(config: ModelConfig, layer: int) -> int:
         per_head = latent.plain_dim + latent.value_dim
         attention = query + hidden * latent.row_dim + latent.rank * config.num_heads * per_head
         attention += hidden * config.attention_size(layer)
+    attention += 3 * hidden * config.per_layer_size  # the layer's own input, its gate and its output
     if not config.has_mlp(layer):
         return attention
     if not config.has_experts(layer):

@@ -33,6 +33,7 @@ def load_shard(
     slots: SlotSizes | None = None,
     layers: range | None = None,
     layout: Layout = "gather",
+    device: str = "cpu",
 ) -> Stage:
     """Load a rank's part of a stage, which computes whole hidden states and logits together with its team.
 
@@ -44,18 +45,19 @@ def load_shard(
         slots: sizes of the slots for LoRA adapters; ``None`` for a model without.
         layers: layers of the stage; ``None`` for all.
         layout: what the ranks have of output projections, see :mod:`fastinfer.parallel.division`.
+        device: device of the part.
 
     Raises:
         FastinferError: as for :func:`fastinfer.models.load_weights`.
     """
-    team, precision = group.team, Precision.of(dtype)
+    team, precision = group.team, Precision.of(dtype, device)
     layers = layers or range(checkpoint.config.num_layers)
     division = Division(checkpoint.config, team.rank, team.size, layout)
     reader: LayerReader
     if team.size == 1:
-        reader = LayerReader(checkpoint, precision, "cpu")
+        reader = LayerReader(checkpoint, precision, device)
     else:
-        reader = ShardedReader(ShardedCheckpoint(checkpoint, division), precision, division, team)
+        reader = ShardedReader(ShardedCheckpoint(checkpoint, division), precision, division, team, device)
     with one_torch_thread():
         stage = StageLoader(reader, max_model_len, layers).stage()
     if layout == "reduce":
@@ -71,10 +73,13 @@ class ShardedReader(LayerReader):
         precision: precision in which the model computes.
         division: division of the model.
         group: the ranks that have parts of the same layers.
+        device: device of the part.
     """
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, division: Division, group: Team) -> None:
-        super().__init__(checkpoint, precision, "cpu")
+    def __init__(
+        self, checkpoint: Checkpoint, precision: Precision, division: Division, group: Team, device: str
+    ) -> None:
+        super().__init__(checkpoint, precision, device)
         self._division = division
         self._group = group
 
@@ -90,7 +95,7 @@ class ShardedReader(LayerReader):
         if name.rpartition(".")[2] not in OUTPUTS:
             return local
         in_widths, out_widths = input_widths(self._division, name), self._widths(self.config.hidden_size)
-        columns = torch.arange(out_widths[self._group.rank])
+        columns = torch.arange(out_widths[self._group.rank], device=self.device)
         return ShardedOutput(local, self._group, in_widths, out_widths, columns)
 
     def own_experts(self) -> range:
@@ -107,9 +112,9 @@ class ShardedReader(LayerReader):
         assert in_widths is not None
         return ShardedExperts(local, self._group, in_widths, self._widths(self.config.hidden_size))
 
-    def vocabulary(self, name: str, rows: int, width: int | None = None) -> Weight:
+    def vocabulary(self, name: str, rows: int, width: int | None = None, columns: Tensor | None = None) -> Weight:
         widths = self._widths(rows)
-        parts = self.checkpoint.parts(name, rows, width or self.config.hidden_size)
+        parts = self.vocabulary_parts(name, rows, width, columns)
         local = self.make(parts, self.precision.logits_activation_bits, rows=widths[self._group.rank])
         return ShardedRows(local, self._group, widths)
 

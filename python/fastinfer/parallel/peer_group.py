@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from fastinfer import _C, ops
-from fastinfer.parallel.group import DEADLINE, SLOT_BYTES, Group
+from fastinfer.parallel.group import DEADLINE, SLOT_BYTES, Group, Team
 
 # Room for the handle of a rank's memory, which ranks exchange like activations.
 HANDLE_BYTES = 4096
+MAX_PEERS = 8
+TABLE_BYTES = len(_C.peer_table([0], _C.peer_memory_bytes(SLOT_BYTES), DEADLINE, 0, None))
 
 
 class PeerGroup:
@@ -45,7 +47,7 @@ class PeerGroup:
         """Allocate this rank's memory on its GPU, and open that of all others; all ranks call it together.
 
         Args:
-            group: the ranks' processes, which exchange handles. Each must see all GPUs, under the same numbers.
+            group: the ranks' processes, which exchange handles. Each must see all GPUs.
             device: GPU of this rank.
 
         Raises:
@@ -57,7 +59,8 @@ class PeerGroup:
         handle = torch.frombuffer(bytearray(_share(own).ljust(HANDLE_BYTES)), dtype=torch.float32)[None]
         handles = ops.all_gather(handle, group.memory, group.rank, [handle.numel()] * group.size)
         parts = [part.numpy().tobytes() for part in handles.view(torch.uint8).split(HANDLE_BYTES, 1)]
-        return cls(group.rank, [own if rank == group.rank else _open(part) for rank, part in enumerate(parts)])
+        memories = [own if rank == group.rank else _open(part, own.device) for rank, part in enumerate(parts)]
+        return cls(group.rank, memories)
 
     @property
     def is_aborted(self) -> bool:
@@ -84,15 +87,23 @@ class PeerGroup:
             )
 
 
+def unconnected_team(group: Group) -> Team:
+    """Return this rank's view of the ranks of a group as GPUs, with which its part of a model is loaded.
+
+    Its memory is all zeros until the table of a :class:`PeerGroup` is copied there.
+    """
+    return Team(group.rank, group.size, torch.zeros(TABLE_BYTES, dtype=torch.uint8))
+
+
 def _share(memory: Tensor) -> bytes:
     """Return a handle by which other processes can open this memory of a GPU, as JSON: nothing is pickled."""
     fields = memory.untyped_storage()._share_cuda_()
     return json.dumps([field.hex() if isinstance(field, bytes) else field for field in fields]).encode()
 
 
-def _open(handle: bytes) -> Tensor:
-    """Return another process's memory, [bytes] uint8."""
-    fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in json.loads(handle)]
+def _open(handle: bytes, device: torch.device) -> Tensor:
+    """Return the memory of another process, [bytes] uint8, for a GPU of this one."""
+    _, *fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in json.loads(handle)]
     torch.cuda.init()
-    storage = torch.UntypedStorage._new_shared_cuda(*fields)
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)  # opened where kernels read it
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -34,7 +34,8 @@ class Ranks:
     Args:
         group: rank 0 of the group.
         module: module whose function ``main(pid, rank)`` is run, with a pickled task and the file descriptors of the
-            group at standard input. It reports ``ready`` or an error in one line of standard output.
+            group at standard input. It reports ``ready``, once or several times, or an error, in one line of standard
+            output each.
         task: what the ranks shall do, of any type that can be pickled.
         num_threads: number of threads of the kernels in each rank, this one included until :meth:`close`.
 
@@ -50,24 +51,25 @@ class Ranks:
         self._environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "TQDM_DISABLE": "1"}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._error = ""
-        self._num_ready = 0
+        self._num_ready = self._num_awaited = 0
         self._changed = threading.Condition()
         self._abort_event = event = os.eventfd(0, os.EFD_CLOEXEC)
         weakref.finalize(group, os.close, event)
-        group.on_abort = lambda: os.eventfd_write(event, 1)
+        group.on_abort.append(lambda: os.eventfd_write(event, 1))
         self._num_threads_before = _C.get_num_threads()
         _C.set_num_threads(num_threads)
         self._thread = threading.Thread(target=self._run, name="fastinfer-ranks", daemon=True)
         self._thread.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until all ranks have loaded their parts.
+        """Wait until all ranks have reported ``ready`` once more than at the last call.
 
         Raises:
-            RequestError: a rank could not load its part, or has ended.
+            RequestError: a rank has reported an error, or has ended.
         """
+        self._num_awaited += self.group.size - 1
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._num_ready == self.group.size - 1)
+            self._changed.wait_for(lambda: self._error or self._num_ready >= self._num_awaited)
             if self._error:
                 raise RequestError(self._error)
 

@@ -21,7 +21,7 @@ class Stage(Decoder):
     """Consecutive layers of a model, in the interface of a whole one.
 
     The input of a stage without the first layer is ``hidden`` of the batch. Stages without the last layer compute no
-    logits.
+    logits. If layers have inputs of their own, each stage has the embedding, from which it makes those of its layers.
 
     Attributes:
         indices: numbers of the layers in the whole model, which ``config`` describes.
@@ -51,6 +51,10 @@ class Stage(Decoder):
         if batch.hidden is None:
             return super().embed(batch)
         return batch.hidden
+
+    def _inputs(self, x: Tensor, batch: Batch) -> Tensor | None:
+        is_embedding = batch.hidden is None or self.per_layer_inputs is None
+        return super()._inputs(x if is_embedding else super().embed(batch), batch)
 
     def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         return super().logits(hidden, indices, adapter_ids) if self.is_last else hidden[:0]
@@ -92,11 +96,12 @@ class StageLoader(DecoderLoader):
         """Read the weights of the stage."""
         config, indices = self._config, self._indices
         is_first, is_last = indices.start == 0, indices.stop == config.num_layers
+        has_embedding = is_first or config.per_layer_size > 0
         absent: Weight = AbsentWeight(config.vocab_size)
-        embedding = self.embedding() if is_first else absent
+        embedding = self.embedding() if has_embedding else absent
         head = absent
         if is_last:
-            head = self.lm_head() or (embedding if is_first else self.embedding())
+            head = self.lm_head() or (embedding if has_embedding else self.embedding())
         return Stage(
             config=config,
             dtype=self._reader.precision.dtype,
@@ -105,8 +110,8 @@ class StageLoader(DecoderLoader):
             layers=self.layers(indices),
             norm=self.norm(),
             lm_head=head,
-            embedding_norm=self.embedding_norm() if is_first else None,
+            embedding_norm=self.embedding_norm() if has_embedding else None,
             position_embedding=self.position_embedding() if is_first else None,
-            per_layer_inputs=self.per_layer_inputs() if is_first else None,
+            per_layer_inputs=self.per_layer_inputs(indices),
             indices=indices,
         )

@@ -1,11 +1,15 @@
 """Refusal of models that ranks cannot divide, before any weight is read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import permutations
 
-from fastinfer.errors import UnsupportedModelError
+import torch
+
+from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.image_encoder import FAMILIES
 from fastinfer.parallel.division import Division, Layout
+from fastinfer.parallel.peer_group import MAX_PEERS
 
 
 def check_divisible(checkpoint: Checkpoint, size: int, layout: Layout = "gather") -> None:
@@ -24,6 +28,30 @@ def check_divisible(checkpoint: Checkpoint, size: int, layout: Layout = "gather"
     parts = {"a reduced vocabulary": bool(config.draft_vocab_size), "images": config.architecture in FAMILIES}
     refuse_parts(checkpoint, "tensor_parallel_size", size, parts)
     Division(config, 0, size, layout).check()
+
+
+def check_gpus(devices: Sequence[str]) -> None:
+    """Check that there is a GPU for each rank, and that all of them address each other's memory.
+
+    Args:
+        devices: ``"cuda:N"`` for each rank, with consecutive numbers.
+
+    Raises:
+        RequestError: this is not so, or there are more ranks than an exchange may have.
+    """
+    numbers, count = [torch.device(device).index for device in devices], torch.cuda.device_count()
+    if len(devices) > MAX_PEERS:
+        raise RequestError(f"tensor_parallel_size must be at most {MAX_PEERS} on GPUs, got {len(devices)}")
+    if numbers[-1] >= count:
+        raise RequestError(
+            f"tensor_parallel_size={len(devices)} needs the GPUs {devices[0]} to {devices[-1]}, got {count} in all"
+        )
+    for number, peer in permutations(numbers, 2):
+        if not torch.cuda.can_device_access_peer(number, peer):
+            raise RequestError(
+                f"tensor_parallel_size={len(devices)} needs GPUs that address each other's memory, "
+                f"which cuda:{number} and cuda:{peer} do not"
+            )
 
 
 def refuse_parts(checkpoint: Checkpoint, option: str, size: int, parts: Mapping[str, bool]) -> None:

@@ -56,7 +56,8 @@ def quantize_checkpoint(
 
     Raises:
         UnsupportedModelError: the model is quantised already, has transposed matrices, or attention beside Mamba-2.
-        RequestError: the method does not fit the sizes of the model, or needs calibration texts.
+        RequestError: the method does not fit the sizes of the model, or needs calibration texts; or the folder is not
+            empty.
     """
     checkpoint = HFCheckpoint(source)
     config = checkpoint.config

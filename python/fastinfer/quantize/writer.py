@@ -19,6 +19,7 @@ from fastinfer.quantize.compressed_tensors_layout import CompressedTensorsLayout
 from fastinfer.quantize.gptq_layout import GPTQLayout
 from fastinfer.quantize.layout import Layout, WriterSettings
 from fastinfer.quantize.shards import ShardWriter
+from fastinfer.utils.checks import check_new_folder
 
 FORMATS = ("gptq", "compressed-tensors", "bitsandbytes")
 SHARD_BYTES = 2 * 10**9
@@ -51,16 +52,15 @@ class CheckpointWriter:
         shard_bytes: size of a file of tensors, which stay in memory until it is full.
 
     Raises:
-        QuantizationError: the folder is not empty, the format is unknown, or it cannot hold such weights.
+        RequestError: the folder is not empty.
+        QuantizationError: the format is unknown, or it cannot hold such weights.
         CheckpointFormatError: the source is not a valid checkpoint.
     """
 
     def __init__(
         self, out: Path, source: Path, fmt: str, settings: WriterSettings, shard_bytes: int = SHARD_BYTES
     ) -> None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            got = "one with files" if out.is_dir() else "a file"
-            raise QuantizationError(f"{out}: expected a new or empty folder, got {got}")
+        check_new_folder("out", out)
         self._source = SafetensorsFolder(source)
         self._config = JsonFields.read(source / "config.json", CheckpointFormatError).values
         self._layout = _layout(fmt, settings, self._dtype())

@@ -20,7 +20,8 @@ from fastinfer.train_head.initial import head_sizes, initial_weights
 from fastinfer.train_head.prompts import read_prompts
 from fastinfer.train_head.recorder import LENGTH, Answer, Recorder
 from fastinfer.train_head.trainer import NO_TOKEN, Trainer
-from fastinfer.train_head.writer import HeadDescription, check_out, write_head
+from fastinfer.train_head.writer import HeadDescription, write_head
+from fastinfer.utils.checks import check_new_folder
 
 DRAFT_VOCAB_SIZE = 8192
 # Share of the time in which the model answers prompts.
@@ -54,14 +55,15 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
     Args:
         model_name: name or path of the model.
         data: path of a file of prompts, or ``"self"``, see :func:`fastinfer.train_head.prompts.read_prompts`.
-        minutes: time for answers and training together.
+        minutes: time for answers and training together. The first answers are always completed, and the training takes
+            at least as long as the answers.
         out: folder to write, new or empty.
         progress: function that is called with a text, and the share of the time that has passed.
 
     Raises:
         FastinferError: the model cannot be loaded or has other layers than a Llama, or a file cannot be read.
     """
-    check_out(out)
+    check_new_folder("out", out)
     path = hub.resolve(model_name)
     checkpoint = open_checkpoint(path)
     aux_layers = usual_aux_layers(checkpoint.config.num_layers)
@@ -95,10 +97,12 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
     trainer = Trainer(head, lambda tokens: model.embedding.rows(tokens, torch.float32), column_of)
     before = trainer.acceptance(unseen)
     began = share()
+    remaining = max(1.0 - began, 0.0)
     passes = trainer.train(
         answers,
-        (1.0 - began) * seconds,
-        lambda done, loss: progress(f"{len(answers)} answers, loss {loss:.3f}", began + (1 - began) * done),
+        # The first answers may take more than their share of a short time.
+        max(remaining, began) * seconds,
+        lambda done, loss: progress(f"{len(answers)} answers, loss {loss:.3f}", 1.0 - (1.0 - done) * remaining),
     )
     description = HeadDescription(sizes, checkpoint.config.vocab_size, aux_layers, model_name)
     write_head(out, head.tensors(), draft_tokens, description)

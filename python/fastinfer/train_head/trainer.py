@@ -1,6 +1,5 @@
 """The training of a head on recorded answers, and its acceptance on others."""
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastinfer.train_head.head import TrainableHead
 from fastinfer.train_head.recorder import Answer
+from fastinfer.utils.learning_rate import learning_rate
 from fastinfer.utils.machine import has_bf16
 
 # Drafts in a row that the head learns. Later ones are rare, and each costs as much as the first.
@@ -21,8 +21,6 @@ NUM_STEPS = 2
 # In the few minutes of a run the number of updates counts more than their precision.
 BATCH_TEXTS = 2
 LEARNING_RATE = 1e-3
-# Share of the time in which the learning rate rises.
-WARM_UP = 0.05
 MAX_NORM = 1.0
 NO_TOKEN = -1
 
@@ -143,8 +141,8 @@ class Trainer:
                 if share >= 1.0:
                     break
                 batch = order[begin : begin + BATCH_TEXTS]
-                rate = min(share / WARM_UP, 1.0) * (0.05 + 0.95 * (1 + math.cos(math.pi * share)) / 2)
-                progress(share, self._step(Examples.of(batch, self._column_of), rate * LEARNING_RATE))
+                rate = learning_rate(LEARNING_RATE, share)
+                progress(share, self._step(Examples.of(batch, self._column_of), rate))
                 num_seen += len(batch)
         return num_seen / len(answers)
 

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fastinfer.errors import RequestError
 from fastinfer.quantize.compressed_tensors_layout import CompressedTensorsLayout
 from fastinfer.quantize.layout import WriterSettings
 from fastinfer.quantize.rounding import round_to_nearest
@@ -34,16 +33,6 @@ class HeadDescription:
     vocab_size: int
     aux_layers: tuple[int, ...]
     model: str
-
-
-def check_out(out: Path) -> None:
-    """Check that a folder can be written.
-
-    Raises:
-        RequestError: it is not empty.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"{out}: expected a new or empty folder")
 
 
 def write_head(out: Path, weights: dict[str, Tensor], draft_tokens: Tensor, description: HeadDescription) -> None:

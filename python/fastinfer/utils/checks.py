@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from fastinfer.errors import RequestError
 
@@ -39,6 +40,12 @@ def check_path(name: str, value: object) -> None:
     """Require a string or a path object; paths of bytes are refused."""
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise RequestError(f"{name} must be a string or a path, got {show(value)}")
+
+
+def check_new_folder(name: str, path: Path) -> None:
+    """Require a folder that is not there yet, or is empty."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RequestError(f"{name}: expected a new or empty folder, got {show_path(path)}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

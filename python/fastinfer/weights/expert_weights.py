@@ -68,10 +68,10 @@ class DenseExperts(ExpertWeights):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedExperts(ExpertWeights):
-    """Experts with 4-bit, 6-bit or 8-bit integers, and a scale and an optional minimum per group of inputs.
+    """Experts with integers of 4, 5, 6 or 8 bits, and a scale and an optional minimum per group of inputs.
 
     Attributes:
-        bits: 4, 6 or 8.
+        bits: 4, 5, 6 or 8.
         qweight, scales, mins: packed tensors, see :func:`fastinfer.ops.grouped_int8_gemm`.
         out_features: number of rows of an expert before padding.
         activation_bits: precision of the input in products, see :func:`fastinfer.ops.int8_gemm`.
@@ -99,7 +99,7 @@ class QuantizedExperts(ExpertWeights):
                 activation=activation,
                 activation_bits=self.activation_bits,
             )
-        gemm = ops.grouped_int4_gemm if self.bits == 4 else ops.grouped_int8_gemm
+        gemm = {4: ops.grouped_int4_gemm, 5: ops.grouped_int5_gemm, 8: ops.grouped_int8_gemm}[self.bits]
         return gemm(
             x,
             self.qweight,

@@ -88,10 +88,10 @@ def make_weight(
 
 
 def packed_bits(part: Unpacked, device: str) -> int:
-    """Return how many bits a weight's integers have once they are packed for a device: 4, 6 or 8; 0 if it is dense."""
+    """Return the bits of a weight's integers once they are packed for a device: 4, 5, 6 or 8; 0 if it is dense."""
     if isinstance(part, GGUFRows):
-        if part.two_level_bits and device == "cpu":
-            return part.two_level_bits
+        if device == "cpu" and (part.two_level_bits or part.has_five_bits):
+            return part.two_level_bits or 5
         part = part.form
     return 0 if isinstance(part, Dense) else 8 if isinstance(part, Int8) else 4
 
@@ -168,7 +168,7 @@ class PackedTiles:
                 2 + TWO_LEVEL_INPUTS // (16 if bits == 6 else 32),
                 TILE_ROWS,
             )
-            dtype, has_mins = torch.int8, bits == 4
+            dtype, has_mins = torch.int8, bits != 6
         else:
             assert isinstance(form, Int4 | Int8 | Lut)
             scales = form.scales.shape[1], TILE_ROWS

@@ -73,10 +73,10 @@ class DenseWeight(Weight):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight(Weight):
-    """Weight of 4-bit, 6-bit or 8-bit integers, with a scale and an optional minimum per group of inputs.
+    """Weight of integers of 4, 5, 6 or 8 bits, with a scale and an optional minimum per group of inputs.
 
     Attributes:
-        bits: 4, 6 or 8.
+        bits: 4, 5, 6 or 8.
         qweight, scales, mins: packed tensors, see :mod:`fastinfer.ops.pack`. With 6 bits there are no minimums.
         out_features: number of rows before padding.
         activation_bits: precision of the input in products, see :func:`fastinfer.ops.int8_gemm`.
@@ -107,7 +107,7 @@ class QuantizedWeight(Weight):
                 activation_bits=self.activation_bits,
                 **options,
             )
-        gemm = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
+        gemm = {4: ops.int4_gemm, 5: ops.int5_gemm, 8: ops.int8_gemm}[self.bits]
         return gemm(
             x,
             self.qweight,
@@ -122,7 +122,7 @@ class QuantizedWeight(Weight):
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         if self.bits == 6:
             return ops.int6_dequantize(self.qweight, self.scales, self.out_features, ids, dtype)
-        dequantize = ops.int4_dequantize if self.bits == 4 else ops.int8_dequantize
+        dequantize = {4: ops.int4_dequantize, 5: ops.int5_dequantize, 8: ops.int8_dequantize}[self.bits]
         values = dequantize(self.qweight, self.scales, self.mins, self.out_features, ids, dtype)
         return values if self.permutation is None else values[:, self.permutation.argsort()]
 

@@ -193,5 +193,6 @@ def test_each_replica_has_its_gpu() -> None:
 def test_replicas_whose_ranks_divide_the_model_share_no_weights() -> None:
     """Each would have parts of its own, which the size of its KV cache must allow for."""
     assert len(replica_share(2, {}).weights) == 1
+    assert len(replica_share(2, {"draft_model": "mtp"}).weights) == 2
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         assert replica_share(2, {name: 2}).weights == ()

@@ -2,7 +2,8 @@
 
 What a GPU would refuse is refused: operands on two devices, NumPy arrays of its tensors, and waiting for it while a
 graph is captured. fastinfer's operators run on the emulator of its CUDA kernels (tests/emulation), whose library
-FASTINFER_FAKE_GPU names. Times mean nothing.
+FASTINFER_FAKE_GPU names. A process uses one GPU, and FASTINFER_FAKE_GPUS says how many there are, 1 by default: tensors
+do not tell them apart. Processes may share their memory. Times mean nothing.
 """
 
 import contextlib
@@ -93,6 +94,7 @@ class FakeGPU(TorchFunctionMode):
             self.check(name, operands, on_gpu)
         if name == "__getitem__" and not is_on_gpu(args[0]) and on_gpu:
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        kwargs.pop("pin_memory", None)
         named = kwargs.get("device")
         if named is not None:
             on_gpu = device_of(named) == "cuda"
@@ -111,6 +113,8 @@ class FakeGPU(TorchFunctionMode):
 
     def check(self, name: str, operands: list[Tensor], on_gpu: bool) -> None:
         elsewhere = [tensor for tensor in operands if not is_on_gpu(tensor)]
+        if name.startswith("all_"):  # an exchange, whose table of addresses is the host's
+            elsewhere = [tensor for tensor in elsewhere if tensor.dtype != torch.uint8]
         if on_gpu and any(tensor.dim() for tensor in elsewhere):
             raise RuntimeError(f"Expected all tensors to be on the same device, but got cuda:0 and cpu in {name}")
 
@@ -174,6 +178,19 @@ ATTRIBUTES = {
     Tensor.is_cpu.__get__: lambda tensor: not is_on_gpu(tensor),
     Tensor.device.__get__: lambda tensor: GPU if is_on_gpu(tensor) else CPU,
 }
+
+
+# ---- memory that processes share ----
+
+
+def share_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """A GPU's memory for another process: moved to a file, which the other opens while this process lives."""
+    descriptor, size = storage._share_fd_cpu_()
+    return 0, os.getpid(), descriptor, size
+
+
+def open_storage(device: int, pid: int, descriptor: int, size: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage._new_shared_fd_cpu(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR), size)
 
 
 # ---- torch.cuda ----
@@ -272,7 +289,9 @@ def install() -> None:
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: int(os.environ.get("FASTINFER_FAKE_GPUS", "1")),
+        "can_device_access_peer": lambda device, peer: True,
+        "init": lambda: None,
         "current_device": lambda: 0,
         "get_device_name": lambda device=None: "Fake GPU",
         "get_device_capability": lambda device=None: (9, 0),
@@ -292,6 +311,8 @@ def install() -> None:
     }
     for name, value in functions.items():
         setattr(torch.cuda, name, value)
+    torch.UntypedStorage._share_cuda_ = share_storage  # type: ignore[method-assign]
+    torch.UntypedStorage._new_shared_cuda = staticmethod(open_storage)  # type: ignore[method-assign]
     torch.version.cuda = "13.0"
     with contextlib.suppress(ImportError):  # where fastinfer is still to be built
         from fastinfer import _C
