@@ -6,8 +6,14 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-inline constexpr int kTargetRows = 128;  // query rows of a task, to share the converted K and V
-inline constexpr int kFewestRows = 16;   // if there are too few tasks for the threads
+// Query rows of a task, to share the converted K and V. With vdpbf16ps more pay, because converting takes a larger
+// part.
+#if defined(FASTINFER_BF16_PROMPTS) && !defined(FASTINFER_TILES)
+inline constexpr int kTargetRows = 192;
+#else
+inline constexpr int kTargetRows = 128;
+#endif
+inline constexpr int kFewestRows = 16;  // if there are too few tasks for the threads
 // Tiles of one query that pay for waking a thread, and for sharing work with a thread that is awake: 1 to 3 us.
 inline constexpr int kTilesToWake = 8, kTilesPerThread = 2;
 inline constexpr int kPiecesPerThread = 4;  // so that a thread which is done early finds more to do
@@ -34,10 +40,10 @@ inline int blind_queries(const PagedAttentionParams& p, int seq) {
   return std::max(0, p.query_start[seq + 1] - p.query_start[seq] - p.seq_lens[seq]);
 }
 
-// The queries of a sequence that this kernel computes, of prompts in tiles or up to the first of a prompt.
+// The queries of a sequence that this kernel computes, of prompts in bf16 or up to the first of a prompt.
 inline Range queries_of(const PagedAttentionParams& p, int seq) {
   const int64_t start = p.query_start[seq], end = std::min<int64_t>(p.query_start[seq + 1], p.m);
-#if defined(FASTINFER_TILES)
+#if defined(FASTINFER_BF16_PROMPTS)
   const int64_t first = std::max(start, p.first_prompt_row);
 #else
   const int64_t first = start;

@@ -1,7 +1,8 @@
-// The two matrix products of attention on a tile of the cache in bf16 tiles, for the queries of prompts: queries, keys,
-// probabilities and values are rounded to bf16 and summed in fp32, and the softmax between the products is fp32. A
-// row's result does not depend on the other rows: its logits and outputs are sums over head_dim and over positions in
-// one order, and positions that it does not see add zeros.
+// The two matrix products of attention on a tile of the cache in bf16 tiles, or in the same blocks by vdpbf16ps where
+// the CPU has no tiles, for the queries of prompts: queries, keys, probabilities and values are rounded to bf16 and
+// summed in fp32, and the softmax between the products is fp32. A row's result does not depend on the other rows: its
+// logits and outputs are sums over head_dim and over positions in one order, and positions that it does not see add
+// zeros.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,11 @@
 #include "attention/kv_tile_cpu.h"
 #include "attention/transposed_keys_cpu.h"
 #include "common/cpu/parallel.h"
+#if defined(FASTINFER_TILES)
 #include "common/cpu/tile_products.h"
+#else
+#include "common/cpu/vector_tiles.h"
+#endif
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
@@ -149,11 +154,10 @@ class AttentionTiles {
     alignas(64) float products[kGroupRows * kTile];
     alignas(64) uint8_t probabilities[2 * kHalves * kTileBytes];
     const int count = std::min(kGroupRows, rows - first);
-    const auto multiply = count > kTileSide ? multiply_tiles<2, float> : multiply_tiles<1, float>;
     const int begin = seen[first].first, end = seen[first + count - 1].end;  // what any of them sees
     for (int j = begin / kGroupRows * kGroupRows; j < end; j += kGroupRows) {
-      multiply(tiles_, {queries_ + first / kTileSide * steps_ * kTileBytes, steps_ * kTileBytes},
-               {keys_ + j / kTileSide * steps_ * kTileBytes, steps_ * kTileBytes}, steps_, true, products + j, kTile);
+      multiply(count, {queries_ + first / kTileSide * steps_ * kTileBytes, steps_ * kTileBytes},
+               {keys_ + j / kTileSide * steps_ * kTileBytes, steps_ * kTileBytes}, steps_, products + j, kTile);
     }
     for (int r = 0; r < count; ++r) {
       uint8_t* out = probabilities + r / kTileSide * kHalves * kTileBytes + r % kTileSide * kTileRowBytes;
@@ -163,12 +167,23 @@ class AttentionTiles {
     float* const o = state.o + static_cast<int64_t>(first) * value_columns_;
     float* const sums = count % kTileSide == 0 ? o : last_;  // whole tiles
     for (int column = 0; column < value_columns_; column += 2 * kTileSide) {
-      multiply(tiles_, {probabilities, kHalves * kTileBytes},
-               {values_ + column / kTileSide * kHalves * kTileBytes, kHalves * kTileBytes}, kHalves, true,
-               sums + column, value_columns_);
+      multiply(count, {probabilities, kHalves * kTileBytes},
+               {values_ + column / kTileSide * kHalves * kTileBytes, kHalves * kTileBytes}, kHalves, sums + column,
+               value_columns_);
     }
     if (sums == last_) std::copy_n(last_, int64_t{count} * value_columns_, o);
     if (infinite_ != 0) add_infinite(values, probabilities, seen + first, count, o);
+  }
+
+  // sums[rows][32], whole tiles of rows.
+  void multiply(int rows, TileRows a, TileRows b, int64_t steps, float* sums, int64_t stride) {
+#if defined(FASTINFER_TILES)
+    const auto run = rows > kTileSide ? multiply_tiles<2, float> : multiply_tiles<1, float>;
+    run(tiles_, a, b, steps, true, sums, stride);
+#else
+    const auto run = rows > kTileSide ? multiply_tiles_in_vectors<2> : multiply_tiles_in_vectors<1>;
+    run(a, b, steps, sums, stride);
+#endif
   }
 
   void add_infinite(const float* values, const uint8_t* probabilities, const Range* seen, int rows, float* o) const {
@@ -192,7 +207,9 @@ class AttentionTiles {
   const int columns_, value_columns_;
   const int64_t steps_;
   uint64_t infinite_ = 0;  // positions
+#if defined(FASTINFER_TILES)
   Tiles tiles_;
+#endif
   uint8_t *queries_, *keys_, *values_;
   float* last_;  // outputs of a last group that is no whole tiles
 };

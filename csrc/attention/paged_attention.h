@@ -49,7 +49,7 @@ struct PagedAttentionParams {
   bool table_per_head = false;
   // CPU only: tokens from m on are left out, if there are any.
   int64_t m = std::numeric_limits<int64_t>::max();
-  // Tokens from this one on are a prompt's: in tiles where the CPU has them (binding/prompt_rows.h).
+  // Tokens from this one on are a prompt's: in bf16 where the CPU multiplies it (binding/prompt_rows.h).
   int64_t first_prompt_row = std::numeric_limits<int64_t>::max();
 
   // Each row of the cache is a key, and its first elements are the value.
@@ -60,7 +60,7 @@ struct PagedAttentionParams {
 
 }  // namespace fastinfer
 
-FASTINFER_CPU_KERNEL_TILES(paged_attention, PagedAttentionParams)
+FASTINFER_CPU_KERNEL_BF16_PROMPTS(paged_attention, PagedAttentionParams)
 
 namespace fastinfer::cuda {
 FASTINFER_API void paged_attention(const PagedAttentionParams& params, void* stream);

@@ -9,7 +9,10 @@
 #include "attention/kv_tile_cpu.h"
 #include "attention/transposed_keys_cpu.h"
 #include "common/cpu/parallel.h"
-#if defined(FASTINFER_TILES)
+
+// The kernels that compute the rows of prompts alone, in bf16: with tiles, and as compiled for AVX-512 BF16.
+#if defined(FASTINFER_TILES) || defined(__AVX512BF16__)
+#define FASTINFER_BF16_PROMPTS
 #include "attention/attention_tiles_cpu.h"
 #endif
 
@@ -29,7 +32,7 @@ struct QueryTile {
 
 // A head of a row in memory, padded.
 inline int padded_columns(int columns) {
-#if defined(FASTINFER_TILES)
+#if defined(FASTINFER_BF16_PROMPTS)
   constexpr int kStep = kTileInputs;
 #else
   constexpr int kStep = kLanes;
@@ -52,7 +55,7 @@ class QueryTileAttention {
         columns_(columns_of(p)),
         value_columns_(value_columns_of(p)),
         factor_(p.softcap > 0.0f ? p.scale * 2.0f * kLog2e / p.softcap : p.scale * kLog2e)
-#if defined(FASTINFER_TILES)
+#if defined(FASTINFER_BF16_PROMPTS)
         ,
         tiles_(max_rows, columns_, value_columns_)
 #endif
@@ -69,7 +72,7 @@ class QueryTileAttention {
     for (int j = 0; j < kTile; ++j) wide_keys_[j] = keys_ + j * columns, wide_values_[j] = values_ + j * columns;
     position_ = reinterpret_cast<int*>(take(rows));
     seen_ = reinterpret_cast<Range*>(take(2 * rows));
-#if defined(FASTINFER_TILES)
+#if defined(FASTINFER_BF16_PROMPTS)
     std::fill_n(q_, columns, 0.0f);  // what is beyond head_dim stays zero
     for (float* pages : {keys_, values_}) std::fill_n(pages, kTile * columns, 0.0f);
 #endif
@@ -83,7 +86,7 @@ class QueryTileAttention {
     for (int r = 0; r < count_; ++r) position_[r] = first_position + r / group_;
     kv_begin_ = p_.window > 0 ? std::max(0, first_position - p_.window + 1) : 0;
     kv_end_ = first_position + (rows.token_end - rows.token_begin);
-#if !defined(FASTINFER_TILES)
+#if !defined(FASTINFER_BF16_PROMPTS)
     direct_ = count_ <= kFewRows && p_.head_dim % kLanes == 0;
 #endif
     dispatch(p_.dtype, [&]<class T>(T) { load_queries<T>(); });
@@ -129,7 +132,7 @@ class QueryTileAttention {
     for (int r = 0; r < count_; ++r) {
       const int64_t offset = query_token(r) * p_.q_stride + static_cast<int64_t>(query_head(r)) * p_.head_dim;
       const T* row = static_cast<const T*>(p_.q) + offset;
-#if defined(FASTINFER_TILES)  // the factor comes after the product: bf16 queries stay exact
+#if defined(FASTINFER_BF16_PROMPTS)  // the factor comes after the product: bf16 queries stay exact
       for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) { store(q_ + i, load_lanes(row + i, lanes)); });
       tiles_.set_query(r, q_);
 #else
@@ -160,7 +163,7 @@ class QueryTileAttention {
       const int end = position_[r] + 1 - tile * kTile, first = p_.window > 0 ? end - p_.window : 0;
       seen_[r] = {std::clamp(first, 0, kTile), std::clamp(end, 0, kTile)};
     }
-#if defined(FASTINFER_TILES)
+#if defined(FASTINFER_BF16_PROMPTS)
     const Range seen = seen_in_tile(tile);
     pages.widen(found, next, seen.first, seen.end, columns_, keys_, values_);
     std::fill_n(values_, seen.first * columns_, 0.0f);
@@ -182,7 +185,7 @@ class QueryTileAttention {
     return logits;
   }
 
-#if !defined(FASTINFER_TILES)
+#if !defined(FASTINFER_BF16_PROMPTS)
   template <bool kAhead, class K>
   void multiply(const KvTile<C>& found, const K* const* keys, const K* const* next_keys, const K* const* values,
                 const K* const* next_values, const AttentionState& state) {
@@ -246,7 +249,7 @@ class QueryTileAttention {
   const PagedAttentionParams& p_;
   const int group_, columns_, value_columns_;
   const float factor_;
-#if defined(FASTINFER_TILES)
+#if defined(FASTINFER_BF16_PROMPTS)
   AttentionTiles tiles_;
 #endif
   QueryTile rows_{};

@@ -1,4 +1,4 @@
-"""Attention of prompts in bf16 tiles: where this machine has none, in the software form, in a process of its own."""
+"""Attention of prompts in bf16: as this machine computes it, and in tiles in software, in a process of its own."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +17,7 @@ from support.attention_batches import (
     with_values_in_keys,
 )
 from support.helpers import assert_bitwise, per_thread_count
-from support.tiles import in_tiles, run_in_software
+from support.tiles import attention_in_bf16, run_in_software
 from torch import Tensor
 
 from fastinfer import ops
@@ -95,7 +95,7 @@ def bfloat16_batch(lengths: list[tuple[int, int]], *shape: int) -> Batch:
     return batch
 
 
-@in_tiles
+@attention_in_bf16
 @pytest.mark.parametrize("name", ["prefill", "chunk"])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "head_dim", "block_size"), [(9, 3, 64, 16), (2, 1, 13, 5), (3, 1, 80, 32), (6, 1, 128, 64)]
@@ -104,7 +104,7 @@ def test_shapes(name: str, q_heads: int, kv_heads: int, head_dim: int, block_siz
     assert_as_slowly(bfloat16_batch(BATCHES[name], q_heads, kv_heads, head_dim, block_size))
 
 
-@in_tiles
+@attention_in_bf16
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("window", [0, 1, 5, 100])
 def test_options(window: int, softcap: float) -> None:
@@ -120,7 +120,7 @@ def assert_near(out: Tensor, expected: Tensor) -> None:
     assert error.mean() < 0.003
 
 
-@in_tiles
+@attention_in_bf16
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ def test_dtypes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     assert_near(as_prompt(batch), batch.expected()[0])
 
 
-@in_tiles
+@attention_in_bf16
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 def test_quantized_caches(cache_dtype: torch.dtype) -> None:
     batch = quantized(make_batch(BATCHES["chunk"], 6, 2, 64), cache_dtype)
@@ -136,7 +136,7 @@ def test_quantized_caches(cache_dtype: torch.dtype) -> None:
         assert_near(as_prompt(batch, **options), batch.expected(**options)[0])
 
 
-@in_tiles
+@attention_in_bf16
 @pytest.mark.parametrize("cache_dtype", [torch.float32, *QUANTIZED])
 @pytest.mark.parametrize(("q_heads", "head_dim", "value_dim"), [(20, 80, 64), (3, 44, 24)])
 def test_values_in_keys(q_heads: int, head_dim: int, value_dim: int, cache_dtype: torch.dtype) -> None:
@@ -148,7 +148,7 @@ def test_values_in_keys(q_heads: int, head_dim: int, value_dim: int, cache_dtype
     assert_bitwise(as_prompt(batch), as_prompt(apart)[..., :value_dim].contiguous())
 
 
-@in_tiles
+@attention_in_bf16
 def test_int4_cache() -> None:
     batch = make_batch(BATCHES["mixed"], 6, 2, 80)
     k_size, v_size = reference.INT4_GROUPS
@@ -160,7 +160,7 @@ def test_int4_cache() -> None:
     assert_near(out, reference.paged_attention(batch.q, *dense, *ragged)[0])
 
 
-@in_tiles
+@attention_in_bf16
 @pytest.mark.parametrize("window", [0, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_query_does_not_depend_on_its_chunk(dtype: torch.dtype, window: int) -> None:
@@ -174,7 +174,7 @@ def test_a_query_does_not_depend_on_its_chunk(dtype: torch.dtype, window: int) -
             assert_bitwise(as_prompt(chunk, window=window), expected[begin:end])
 
 
-@in_tiles
+@attention_in_bf16
 def test_a_query_does_not_depend_on_its_batch_or_the_threads() -> None:
     batch = make_batch(BATCHES["mixed"] + BATCHES["chunk"] + [(4, 4500)])
     together, by_two = per_thread_count(lambda: as_prompt(batch))
@@ -186,7 +186,7 @@ def test_a_query_does_not_depend_on_its_batch_or_the_threads() -> None:
         assert_bitwise(as_prompt(alone), together[begin:end])
 
 
-@in_tiles
+@attention_in_bf16
 def test_queries_before_the_first_are_as_without() -> None:
     """Also where the first lies within a sequence, and among queries that see nothing."""
     batch = make_batch([(1, 70), (1, 600), (20, 5), (40, 90), (0, 9), (30, 30)])
@@ -201,7 +201,7 @@ def test_queries_before_the_first_are_as_without() -> None:
         assert_bitwise(mixed_lse, torch.cat([lse[:first], prompt_lse[first:]]))
 
 
-@in_tiles
+@attention_in_bf16
 @pytest.mark.parametrize("window", [0, 1, 40])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -3.4e38])
 def test_what_is_not_finite_shows_to_those_that_see_it_alone(value: float, window: int) -> None:
@@ -220,7 +220,7 @@ def test_what_is_not_finite_shows_to_those_that_see_it_alone(value: float, windo
         assert_bitwise(out, clean)
 
 
-@in_tiles
+@attention_in_bf16
 def test_nan_in_a_key_or_a_query_shows_to_its_rows_alone() -> None:
     batch = make_batch([(140, 140)], 4, 1, 64)
     clean = as_prompt(batch)

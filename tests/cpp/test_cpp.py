@@ -103,7 +103,7 @@ def test_library_exports_its_launchers_and_nothing_else() -> None:
     assert [name for name in names if not name.startswith("fastinfer::")] == []
     functions = {name.partition("(")[0] for name in names}
     text = "".join(header.read_text() for header in HEADERS)
-    kernels = re.findall(r"^FASTINFER_CPU_KERNEL(_BF16|_AMX)?(_TILES)?\((\w+),", text, re.MULTILINE)
+    kernels = re.findall(r"^FASTINFER_CPU_KERNEL(_BF16|_AMX)?(_TILES|_PROMPTS)?\((\w+),", text, re.MULTILINE)
     assert len(kernels) >= 20
     for bf16, tiles, kernel in kernels:
         some = {"avx512_bf16": bf16, "amx": tiles or bf16 == "_AMX"}

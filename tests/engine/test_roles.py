@@ -75,7 +75,7 @@ def tokens(output: Any) -> list[int]:
 
 
 def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for isa, differ in (("avx512_bf16", False), ("amx", True), ("amx_emulated", True)):
+    for isa, differ in (("avx512_vnni", False), ("avx512_bf16", True), ("amx", True), ("amx_emulated", True)):
         monkeypatch.setattr(roles, "_C", SimpleNamespace(cpu_info=lambda isa=isa: {"isa": isa}))
         assert roles_differ("cpu", exact=False) is differ
         assert roles_differ("cpu", exact=True) is False

@@ -7,9 +7,13 @@ import sys
 import pytest
 
 from fastinfer import _C
+from fastinfer.engine.roles import BF16_ISAS
 
 in_tiles = pytest.mark.skipif(
     _C.cpu_info()["isa"] not in ("amx", "amx_emulated"), reason="this process computes nothing in tiles"
+)
+attention_in_bf16 = pytest.mark.skipif(
+    _C.cpu_info()["isa"] not in BF16_ISAS, reason="this process computes no attention in bf16"
 )
 
 

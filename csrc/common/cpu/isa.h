@@ -44,6 +44,30 @@ void part_rows(Params& before, Params& prompt) {
   before.m = before.first_prompt_row;
 }
 
+template <class Params>
+using Kernel = void (*)(const Params&);
+
+// The kernel for rows of prompts, of the active instruction set; null where they are computed as all others.
+template <class Params>
+Kernel<Params> prompt_kernel(Kernel<Params> avx512_bf16, Kernel<Params> amx, Kernel<Params> amx_emulated) {
+  switch (active_isa().isa) {
+    case Isa::kAvx512Bf16: return avx512_bf16;
+    case Isa::kAmx: return amx;
+    case Isa::kAmxEmulated: return amx_emulated;
+    default: return nullptr;
+  }
+}
+
+// Computes the rows before the first of a prompt with `vectors`, and the others with `prompts`, if it is not null.
+template <class Params>
+void run_by_role(const Params& params, Kernel<Params> vectors, Kernel<Params> prompts) {
+  if (prompts == nullptr || params.first_prompt_row >= params.m) return vectors(params);
+  Params before = params, rows = params;
+  part_rows(before, rows);
+  if (before.m > 0) vectors(before);
+  if (rows.first_prompt_row < rows.m) prompts(rows);
+}
+
 }  // namespace fastinfer::cpu
 
 // FASTINFER_CPU_KERNEL(fn, Params): declares `void fn(const Params&)` for every built instruction set, and
@@ -76,28 +100,24 @@ void part_rows(Params& before, Params& prompt) {
 // FASTINFER_CPU_KERNEL_TILES and FASTINFER_CPU_KERNEL_BF16_TILES: the same for a kernel whose rows from
 // params.first_prompt_row on are computed in tiles where there are any, and the rows before as without. Rows of
 // experts, which come in another order, are parted first (ExpertRows in gemm/gemm.h).
-#define FASTINFER_DISPATCH_TILES(fn, Params, bf16_isa)                     \
-  FASTINFER_DECLARE_KERNEL(amx, fn, Params)                                \
-  FASTINFER_DECLARE_KERNEL(amx_emulated, fn, Params)                       \
-  FASTINFER_DISPATCH_KERNEL(fn##_in_vectors, fn, Params, bf16_isa)         \
-  namespace fastinfer::cpu {                                               \
-  inline void fn(const Params& params) {                                   \
-    const Isa best = active_isa().isa;                                     \
-    const bool has_tiles = best == Isa::kAmx || best == Isa::kAmxEmulated; \
-    if (!has_tiles || params.first_prompt_row >= params.m) {               \
-      return fn##_in_vectors(params);                                      \
-    }                                                                      \
-    Params before = params, prompt = params;                               \
-    part_rows(before, prompt);                                             \
-    if (before.m > 0) fn##_in_vectors(before);                             \
-    if (prompt.first_prompt_row >= prompt.m) return;                       \
-    best == Isa::kAmx ? amx::fn(prompt) : amx_emulated::fn(prompt);        \
-  }                                                                        \
+// FASTINFER_CPU_KERNEL_BF16_PROMPTS: the same for a kernel that is also compiled for AVX-512 BF16, for these rows
+// alone.
+#define FASTINFER_DISPATCH_TILES(fn, Params, bf16_isa, bf16_prompts)                                              \
+  FASTINFER_DECLARE_KERNEL(amx, fn, Params)                                                                       \
+  FASTINFER_DECLARE_KERNEL(amx_emulated, fn, Params)                                                              \
+  FASTINFER_DISPATCH_KERNEL(fn##_in_vectors, fn, Params, bf16_isa)                                                \
+  namespace fastinfer::cpu {                                                                                      \
+  inline void fn(const Params& params) {                                                                          \
+    run_by_role<Params>(params, fn##_in_vectors, prompt_kernel<Params>(bf16_prompts, amx::fn, amx_emulated::fn)); \
+  }                                                                                                               \
   }
-#define FASTINFER_CPU_KERNEL_TILES(fn, Params) FASTINFER_DISPATCH_TILES(fn, Params, avx512_vnni)
+#define FASTINFER_CPU_KERNEL_TILES(fn, Params) FASTINFER_DISPATCH_TILES(fn, Params, avx512_vnni, nullptr)
 #define FASTINFER_CPU_KERNEL_BF16_TILES(fn, Params) \
   FASTINFER_DECLARE_KERNEL(avx512_bf16, fn, Params) \
-  FASTINFER_DISPATCH_TILES(fn, Params, avx512_bf16)
+  FASTINFER_DISPATCH_TILES(fn, Params, avx512_bf16, nullptr)
+#define FASTINFER_CPU_KERNEL_BF16_PROMPTS(fn, Params) \
+  FASTINFER_DECLARE_KERNEL(avx512_bf16, fn, Params)   \
+  FASTINFER_DISPATCH_TILES(fn, Params, avx512_vnni, avx512_bf16::fn)
 // FASTINFER_CPU_KERNEL_AMX: as FASTINFER_CPU_KERNEL_BF16, for a kernel that is also compiled for AMX, but not for the
 // tiles in software.
 #define FASTINFER_CPU_KERNEL_AMX(fn, Params)                                   \
@@ -120,5 +140,6 @@ void part_rows(Params& before, Params& prompt) {
 #define FASTINFER_CPU_KERNEL_BF16(fn, Params) FASTINFER_CPU_KERNEL(fn, Params)
 #define FASTINFER_CPU_KERNEL_TILES(fn, Params) FASTINFER_CPU_KERNEL(fn, Params)
 #define FASTINFER_CPU_KERNEL_BF16_TILES(fn, Params) FASTINFER_CPU_KERNEL(fn, Params)
+#define FASTINFER_CPU_KERNEL_BF16_PROMPTS(fn, Params) FASTINFER_CPU_KERNEL(fn, Params)
 #define FASTINFER_CPU_KERNEL_AMX(fn, Params) FASTINFER_CPU_KERNEL(fn, Params)
 #endif

@@ -90,6 +90,8 @@ struct TileRows {
   int64_t next;
 };
 
+#if defined(FASTINFER_TILES)
+
 template <class Sum, int kSum, int kA, int kB>
 FASTINFER_INLINE void multiply_tile(Tiles& tiles) {
   if constexpr (std::is_same_v<Sum, int32_t>) {
@@ -159,5 +161,7 @@ void multiply_panels(Tiles& tiles, TileRows x, int64_t rows, int64_t steps, cons
     }
   }
 }
+
+#endif
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

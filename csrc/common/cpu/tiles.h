@@ -1,5 +1,6 @@
 // The tile registers of AMX and their products, and the same in software (common/cpu/emulated_tiles.h): which one,
-// the build decides. Inline assembly, because GCC 12's header lets the compiler remove stores of what a tile loads.
+// the build decides; a build without FASTINFER_TILES has neither. Inline assembly, because GCC 12's header lets the
+// compiler remove stores of what a tile loads.
 //
 // A tile is 16 rows of 64 bytes. In multiply<kSum, kA, kB>() tile kSum has fp32 [16][16], kA bf16 [16][32], and kB
 // pairs of inputs, bf16 [16][16][2]; the three must differ.
@@ -17,7 +18,7 @@ inline constexpr int kTileBytes = 1024;
 
 #if defined(FASTINFER_EMULATED_TILES)
 #include "common/cpu/emulated_tiles.h"
-#else
+#elif defined(FASTINFER_TILES)
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 

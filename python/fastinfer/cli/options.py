@@ -122,8 +122,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         action=EngineOption,
         nargs=0,
         const=True,
-        help="let no text depend on the requests beside it, where that costs time: on GPUs, on CPUs with AMX, and with "
-        "LoRA adapters",
+        help="let no text depend on the requests beside it, where that costs time: on GPUs, on CPUs with AVX-512 BF16 "
+        "or AMX, and with LoRA adapters",
     )
     options.add_argument(
         "--tensor-parallel-size",

@@ -94,9 +94,9 @@ class EngineConfig:
         max_lora_rank: maximum rank of a LoRA adapter.
         lora_dtype: dtype of the LoRA adapters' matrices.
         deterministic: whether a request's text must depend on the request alone. On a CPU this is always the case, with
-            two exceptions: 16-bit hidden states together with requests that use LoRA adapters; and, on a CPU with AMX
-            alone, prompts that repeat a generated text, as those of a chat do. By default these reuse what was cached
-            while it was generated, see :mod:`fastinfer.engine.roles`. On a GPU, steps run under
+            two exceptions: 16-bit hidden states together with requests that use LoRA adapters; and, on a CPU with
+            AVX-512 BF16 or AMX alone, prompts that repeat a generated text, as those of a chat do. By default these
+            reuse what was cached while it was generated, see :mod:`fastinfer.engine.roles`. On a GPU, steps run under
             :func:`fastinfer.ops.batch_invariant`, which is slower.
         device: device of the model, ``"cpu"``, ``"cuda"`` or, with the number of a GPU, ``"cuda:N"``.
         places: places of the model's layers, if they are on several devices of this process, or their experts on

@@ -9,8 +9,9 @@ import torch
 
 from fastinfer import _C
 
-# Instruction sets whose kernels compute the rows of ``ops.prompt_rows`` in bf16 tiles, which round differently.
-TILE_ISAS = frozenset({"amx", "amx_emulated"})
+# Instruction sets whose kernels compute the rows of ``ops.prompt_rows`` in bf16, which rounds differently: attention
+# with AVX-512 BF16, attention and products with tiles.
+BF16_ISAS = frozenset({"avx512_bf16", "amx", "amx_emulated"})
 
 
 def roles_differ(device: str, exact: bool) -> bool:
@@ -18,6 +19,6 @@ def roles_differ(device: str, exact: bool) -> bool:
 
     Args:
         device: device that computes, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
-        exact: whether the model may round nothing, so that it does not use the tiles.
+        exact: whether the model may round nothing, so that it does not use bf16.
     """
-    return not exact and torch.device(device).type == "cpu" and _C.cpu_info()["isa"] in TILE_ISAS
+    return not exact and torch.device(device).type == "cpu" and _C.cpu_info()["isa"] in BF16_ISAS

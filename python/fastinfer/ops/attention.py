@@ -115,7 +115,8 @@ def paged_attention(
         operands of the products, including the probabilities, have the dtype of ``q``. A query that sees no position
         gives 0, with the sink as its lse, or -inf without a sink.
 
-    On CPUs with AMX, tokens that :func:`fastinfer.ops.prompt_rows` declares as a prompt's are computed in bf16 tiles.
+    On CPUs with AMX or AVX-512 BF16, tokens that :func:`fastinfer.ops.prompt_rows` declares as a prompt's are computed
+    in bf16 with sums in fp32.
 
     On the CPU a token's result is bitwise the same in any batch. On CUDA the work is cut into equal parts for all
     multiprocessors, so the order of fp32 sums depends on the lengths in the batch, but on nothing else: a repeated call

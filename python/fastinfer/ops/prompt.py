@@ -17,8 +17,10 @@ def prompt_rows(first: int) -> Iterator[None]:
     these rows in bf16 tiles, and so do the grouped products the rows that read these rows of ``x``: rows (after the
     norm) and weights are rounded to bf16, whatever their dtype and ``activation_bits`` are, and summed in fp32.
     ``add_lora``, whose rows are those of the tokens from ``first`` on, also rounds the products with ``a``.
-    ``paged_attention``, whose rows are the tokens of ``q``, rounds queries, keys, values and probabilities to bf16; its
-    softmax stays in fp32. ``w8a8_gemm`` asks for no roles: its int8 tiles have the same bits as no tiles.
+    ``w8a8_gemm`` asks for no roles: its int8 tiles have the same bits as no tiles.
+
+    On CPUs with AMX or AVX-512 BF16, ``paged_attention``, whose rows are the tokens of ``q``, rounds queries, keys,
+    values and probabilities to bf16; its sums and its softmax stay in fp32.
 
     Which way a row takes depends on this setting alone, never on the number of rows, so that a token's result is the
     same in any batch and in any chunk of its prompt. Elsewhere the setting changes nothing.
