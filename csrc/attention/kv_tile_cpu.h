@@ -101,7 +101,8 @@ class KvPages {
         widen_int4<kInt4ValueGroup>(tile.values[j], tile.value_scales[j], p_.head_dim, values + j * columns);
       } else {
         for (int64_t i = 0; i < p_.head_dim; i += 64 / static_cast<int>(sizeof(C))) {
-          __builtin_prefetch(next.keys[j] + i), __builtin_prefetch(next.values[j] + i);
+          __builtin_prefetch(next.keys[j] + i);
+          if (!p_.values_in_keys()) __builtin_prefetch(next.values[j] + i);
         }
         for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) {
           store(keys + j * columns + i, load_lanes(tile.keys[j] + i, lanes));

@@ -10,9 +10,7 @@
 #include "attention/transposed_keys_cpu.h"
 #include "common/cpu/parallel.h"
 
-// The kernels that compute the rows of prompts alone, in bf16: with tiles, and as compiled for AVX-512 BF16.
-#if defined(FASTINFER_TILES) || defined(__AVX512BF16__)
-#define FASTINFER_BF16_PROMPTS
+#if defined(FASTINFER_BF16_PROMPTS)  // the kernels that compute the rows of prompts alone (cmake/isa_flags.cmake)
 #include "attention/attention_tiles_cpu.h"
 #endif
 

@@ -42,16 +42,22 @@ inline SelectPagesPlan plan_select_pages(int64_t tokens, int q_heads, int kv_hea
   const int64_t blocks = kSelectBlocks * device.multiprocessors;
   const int64_t parts = std::clamp<int64_t>(blocks / std::max<int64_t>(heads, 1), 1, rounds);
   const size_t group = q_heads / kv_heads;
+  // The queries and, once they are not needed any more, a histogram; numbers of each warp and head; a digit and a
+  // number.
+  const size_t shared =
+      (std::max<size_t>(group * 2 * head_dim, 256) + 2 * kSelectWarps + 2 * group + 4) * sizeof(float);
+  if (shared > device.shared_bytes) {
+    throw std::runtime_error("select_pages: " + std::to_string(group) + " query heads of a KV head with head_dim " +
+                             std::to_string(head_dim) + " need " + std::to_string(shared) +
+                             " bytes of shared memory, the GPU has " + std::to_string(device.shared_bytes));
+  }
   return {
       .lanes = lanes,
       .own = own,
       .parts = static_cast<int>(parts),
-      // The queries and, once they are not needed any more, a histogram; numbers of each warp and head; a digit and a
-      // number.
       .launch = {.grid = heads,
                  .block = kSelectThreads,
-                 .shared_bytes = std::max<size_t>(group * 2 * head_dim, 256) * sizeof(float) +
-                                 (2 * kSelectWarps + 2 * group + 4) * sizeof(float),
+                 .shared_bytes = shared,
                  .grid_y = static_cast<unsigned>(parts),
                  .dependent = true},
   };

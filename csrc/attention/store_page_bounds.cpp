@@ -13,12 +13,15 @@ void check_slots(const Checks& check, const StorePageBoundsParams& p) {
   }
 }
 
-// The kernel reads and writes eight elements at once.
+// The kernel reads and writes eight elements at once, and two scales of 4-bit keys.
 void check_cuda(const Checks& check, const StorePageBoundsParams& p) {
   check.require(p.head_dim % 8 == 0, "bounds must have a head_dim that is a multiple of 8 on CUDA, got ", p.head_dim);
-  for (const auto& [data, name] : {std::pair<const void*, const char*>{p.bounds, "bounds"}, {p.k_cache, "k_cache"}}) {
-    check.require(reinterpret_cast<uintptr_t>(data) % 16 == 0, name, " must be aligned to 16 bytes");
-  }
+  const auto aligned = [&](const void* data, const char* name, uintptr_t bytes) {
+    check.require(reinterpret_cast<uintptr_t>(data) % bytes == 0, name, " must be aligned to ", bytes, " bytes");
+  };
+  aligned(p.bounds, "bounds", 16);
+  aligned(p.k_cache, "k_cache", 16);
+  aligned(p.k_scale, "k_scale", 4);
 }
 
 void store_page_bounds(const Tensor& bounds, const Tensor& k_cache, std::optional<Tensor> k_scale,

@@ -223,12 +223,12 @@ void define_gguf(py::module_& m) {
         "Unpack quantised rows of a GGUF file, at byte offsets (int64) and with type ids (uint8) of their own, on all "
         "threads, into contiguous buffers: row by row, or in the CPU's packed layout. Returns false, with results "
         "that are of no use, if a computed scale does not fit into fp16 scales; ValueError for sizes that do not fit.");
-  m.def("pack_two_level_rows", &pack_two_level_rows, py::arg("file"), py::arg("offsets"), py::arg("types"),
-        py::arg("columns"), py::arg("q"), py::arg("scales"), py::arg("mins"),
-        "Pack rows of one type whose blocks have an integer for each group and fp16 factors (Q4_K, Q5_K and Q6_K), on "
-        "all "
-        "threads, into contiguous buffers in the CPU's packed layout with two-level scales, without any rounding; "
-        "ValueError for sizes that do not fit.");
+  m.def(
+      "pack_two_level_rows", &pack_two_level_rows, py::arg("file"), py::arg("offsets"), py::arg("types"),
+      py::arg("columns"), py::arg("q"), py::arg("scales"), py::arg("mins"),
+      "Pack rows of one type whose blocks have an integer for each group and fp16 factors (Q4_K, Q5_K and Q6_K), "
+      "on all threads, into contiguous buffers in the CPU's packed layout with two-level scales, without any rounding; "
+      "ValueError for sizes that do not fit.");
   m.def("dequantize_rows", &dequantize_rows, py::arg("file"), py::arg("offsets"), py::arg("types"), py::arg("columns"),
         py::arg("values"), "As unpack_rows, for types with groups of 16: fp32 values, without any rounding.");
 }

@@ -1,9 +1,10 @@
 // GPUs of one machine that compute a model together (its ranks) and address each other's memory, and what they share.
 //
 // An exchange on GPUs is a kernel on each of them. A block copies its part into the rank's own memory, tells the block
-// with the same number on all other ranks, waits for theirs, and reads their memory. So blocks wait for blocks with
-// their own number alone. Each rank's memory has two slots, used in turns: a rank that writes exchange n + 2 has seen
-// all ranks begin exchange n + 1, so all have ended exchange n, which was in the same slot.
+// with the same number on all other ranks, waits for theirs, and reads their memory; in all_gather_rows it writes into
+// the memory of all ranks before. So blocks wait for blocks with their own number alone. Each rank's memory has two
+// slots, used in turns: a rank that writes exchange n + 2 has seen all ranks begin exchange n + 1, so all have ended
+// exchange n, which was in the same slot.
 //
 // No wait is without bound. A block that waits longer than the deadline sets a word in the host's memory and goes on,
 // with results that mean nothing; the rank's later waits then end soon. The host reads the word after a step, and sets

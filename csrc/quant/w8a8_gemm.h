@@ -11,7 +11,8 @@ namespace fastinfer {
 inline constexpr int64_t kMostW8a8Inputs = 131'040;  // a sum of so many products of -128 fits int32
 
 // From so many rows on, all of them are computed in tiles where the CPU has them. A sum of integers is the same in
-// tiles and in vectors, so a row's result depends neither on how many there are nor on its role.
+// tiles and in vectors, so a row's result depends neither on how many there are nor on its role. first_prompt_row is 0
+// then, and at least m otherwise.
 inline constexpr int64_t kFewestTileRows = 16;
 
 struct W8a8GemmParams : GemmParams {  // x: int8, contiguous; dtype: of residual and out

@@ -99,6 +99,7 @@ def test_attention_to_all_pages_is_dense_bit_by_bit(device: str, dtype: torch.dt
 
 def test_drafts_that_attend_to_all_pages_are_dense_bit_by_bit() -> None:
     """On the CPU, where a row does not depend on others."""
+    torch.manual_seed(0)
     batch = make_batch([(1, 900), (3, 513), (1, 1), (2, 64)])
     pages, lens = ops.select_pages(batch.q, bounds_of(batch), *ragged(batch), 16, 57)
     sparse = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, pages, lens, rows_of(batch))
@@ -140,6 +141,7 @@ def test_a_token_does_not_depend_on_the_others(device: str) -> None:
 
 
 def test_threads() -> None:
+    torch.manual_seed(0)
     batch = make_batch([(1, 900), (3, 513), (4, 700)])
     bounds = bounds_of(batch)
     assert_bitwise(*per_thread_count(lambda: ops.select_pages(batch.q, bounds, *ragged(batch), 16, 8)[0]))
@@ -164,6 +166,18 @@ def test_padding_of_a_recorded_step_reads_nothing(device: str) -> None:
         q, batch.k_cache, batch.v_cache, pages, padded_lens, rows_of(batch)[:1].new_tensor(range(5))
     )
     assert (out[2:] == 0).all()
+
+
+@pytest.mark.parametrize("device", [pytest.param(name, marks=mark) for name, mark in GPUS.items()], indirect=True)
+def test_a_length_beyond_the_block_table_changes_nothing_else(device: str) -> None:
+    """The CPU refuses it. On a GPU the token itself gets pages of its row of the table."""
+    batch = make_batch([(1, 900), (1, 513)], dtype=torch.bfloat16, device=device)
+    bounds = bounds_of(batch)
+    expected, _ = ops.select_pages(batch.q, bounds, *ragged(batch), 16, 8)
+    table = batch.block_table.clamp(min=0)  # its second row has no blocks behind the 33rd
+    pages, _ = ops.select_pages(batch.q, bounds, table, batch.seq_lens + batch.seq_lens.new_tensor([0, 9000]), 16, 8)
+    assert_bitwise(pages[0], expected[0])
+    assert set(pages[1].flatten().tolist()) <= set(table[1].tolist())
 
 
 def test_equal_and_infinite_bounds_and_nan(device: str) -> None:

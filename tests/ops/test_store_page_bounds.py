@@ -48,6 +48,7 @@ def test_bounds(block_size: int, heads: int, head_dim: int, dtype: torch.dtype, 
 
 
 def test_a_head_size_that_is_no_multiple_of_8() -> None:
+    torch.manual_seed(0)
     keys, bounds = torch.randn(BLOCKS, 5, 2, 13), empty_bounds(2, 13)
     ops.store_page_bounds(bounds, keys, None, torch.arange(BLOCKS * 5))
     assert_bitwise(bounds, expected_bounds(keys))
@@ -104,6 +105,17 @@ def test_a_nan_shows_in_its_own_channel(device: str) -> None:
     ops.store_page_bounds(bounds, keys, None, slots)
     assert bounds[2, 1, 1, 3] == torch.inf
     assert bounds[2, 1, 0, 3] == expected_bounds(keys)[2, 1, 0, 3]
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("device", ["emulated"], indirect=True)
+def test_a_gpu_reads_the_scales_of_4_bit_keys_in_pairs(device: str) -> None:
+    keys = torch.zeros(BLOCKS, 4, 2, 32, dtype=torch.uint8, device=device)
+    scales = torch.zeros(BLOCKS * 4 * 2 * 8 + 1, dtype=torch.float16, device=device)[1:].view(BLOCKS, 4, 2, 4, 2)
+    with pytest.raises(RuntimeError, match="k_scale must be aligned to 4 bytes"):
+        ops.store_page_bounds(
+            empty_bounds(2, 64, device), keys, scales, torch.zeros(1, dtype=torch.int64, device=device)
+        )
 
 
 @pytest.mark.parametrize(
