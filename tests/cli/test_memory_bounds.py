@@ -361,6 +361,17 @@ def test_mistakes(arguments: list[str], error: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("machine")
+def test_no_layer_drops_what_is_before_its_window_beside_a_draft_model(tmp_path: Path) -> None:
+    """As in the engine, whose layers are then in one group."""
+    model = save_model(tmp_path, "gemma3")
+    alone, described = (describe(str(tmp_path), 128, 3, RATES, draft_model=name) for name in (None, str(tmp_path)))
+    whole = kv_cache_bytes(
+        replace(open_checkpoint(tmp_path).config, windows=()), model.config.num_key_value_heads, torch.bfloat16, 128, 3
+    )
+    assert next(iter(alone["kv_cache_bytes"].values()))["bfloat16"] < whole
+    assert next(iter(described["kv_cache_bytes"].values()))["bfloat16"] == whole
+
+
 def test_memory_of_a_draft_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights with the table of positions, its keys and values, and the features."""
     head = write_speculators(tmp_path / "head", random_head())

@@ -192,6 +192,15 @@ def test_a_run_without_time_for_a_step_leaves_no_model(folder: Path, tmp_path: P
     assert not (tmp_path / "model").exists()
 
 
+def test_a_stage_that_takes_too_long_leaves_the_others_what_is_left(folder: Path, tmp_path: Path) -> None:
+    """The first one ends after what would be the end of the second one."""
+    settings = Settings(str(folder / "teacher"), str(folder / "text.txt"), 1.0, stages=(3, 2, 1), context=LENGTH)
+    times = (tick + (44.0 if tick > 3 else 0.0) for tick in count(0.0, 0.5))
+    report = distill(settings, tmp_path, clock=lambda: next(times))
+    tokens = {point.num_layers: point.num_tokens for point in report.points}
+    assert 0 < tokens[3] < tokens[2] < tokens[1]
+
+
 def test_a_student_of_another_width(folder: Path, tmp_path: Path) -> None:
     write_tiny_folder(tmp_path / "student", sizes={"hidden_size": 32, "num_hidden_layers": 1})
     options = {"student": str(tmp_path / "student"), "context": LENGTH, "minutes": 1.0}

@@ -79,8 +79,13 @@ def gain(row: Row, rows: Sequence[Row], results: Results) -> float:
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row:
-    """Return the row that a row's gain is relative to: its own baseline if that was measured, or else the first one."""
-    return next((other for other in rows if other.key == row.baseline), rows[0])
+    """Return the row that a row's gain is relative to: the first one, or its own baseline.
+
+    That is the row itself if its baseline was not measured: others have another workload.
+    """
+    if row.baseline is None:
+        return rows[0]
+    return next((other for other in rows if other.key == row.baseline), row)
 
 
 def check_complete(row: Row, run: Measured) -> None:
@@ -125,6 +130,8 @@ def _table_rows(rows: Sequence[Row], results: Results) -> list[list[str]]:
 
 def _gain_text(row: Row, rows: Sequence[Row], results: Results) -> str:
     other = baseline(row, rows)
+    if other is row is not rows[0]:
+        return ""
     text = f"{gain(row, rows, results):.2f}"
     return text if other is rows[0] else f"{text} ({other.title})"
 

@@ -21,8 +21,9 @@ from fastinfer.benchmarks.subject import Subject
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.prompt_layout import Piece, PromptLayout
-from fastinfer.errors import FastinferError
+from fastinfer.errors import FastinferError, RequestError
 from fastinfer.models import load_weights, open_checkpoint
+from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.utils.torch_threads import set_num_threads
@@ -101,14 +102,15 @@ def make_jobs(subject: Subject, row: Row, settings: Settings) -> list[Job]:
     rng, new_tokens = random.Random(0), settings.new_tokens
     messages = [message for pair in zip(COPY_HEAVY, OTHERS, strict=True) for message in pair]
     jobs = []
-    document = subject.random_prompt(rng, settings.document_tokens)
+    texts = random.Random(1)
+    document = subject.random_prompt(texts, settings.document_tokens)
     for index in range(settings.requests):
         params = SamplingParams(
             temperature=0, max_tokens=rng.randint(max(new_tokens // 4, 1), new_tokens), ignore_eos=True
         )
         message = messages[index % len(messages)]
         if row.long_prompts:
-            own = subject.random_prompt(rng, OWN_TOKENS)
+            own = subject.random_prompt(texts, OWN_TOKENS)
             layout = long_prompt(own, document, subject.chat_prompt(message), row.modules)
             jobs.append(Job(layout.token_ids, params, layout=layout if row.modules else None))
         else:
@@ -133,8 +135,11 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
     batch_size = 1 if row.batching is None else settings.batch_size
     if row.draft_head:
         assert settings.draft_head is not None
-        checkpoint = open_checkpoint(hub.resolve(settings.draft_head))
-        subject = replace(subject, draft_model=load_weights(checkpoint, "auto", subject.device, longest))
+        dtype = settings.loading.get("dtype", "auto")
+        checkpoint = open_checkpoint(hub.resolve(settings.draft_head), Precision.of(dtype, subject.device).exact)
+        if not checkpoint.config.has_features:
+            raise RequestError(f"--draft-head: expected a draft head, got the model {settings.draft_head}")
+        subject = replace(subject, draft_model=load_weights(checkpoint, dtype, subject.device, longest))
     engine = subject.make_engine(
         max_model_len=longest,
         max_num_seqs=batch_size,

@@ -82,6 +82,8 @@ def check_bench(args: argparse.Namespace) -> None:
     if "draft_head" in args and (args.draft_head is None) is (HEAD_ROW in args.rows):
         row = "with" if args.draft_head is None else "without"
         raise RequestError(f"--draft-head: expected one with the row {HEAD_ROW} alone, got {args.draft_head} {row} it")
+    if vars(args).get("draft_head") is not None:
+        hub.resolve(args.draft_head)
     check_models(args)
 
 

@@ -1,7 +1,7 @@
 """All figures of ``fastinfer info --memory``."""
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastinfer import _C, hub
@@ -64,8 +64,10 @@ def describe(
     rates = rates or Rates.measure()
     layouts = head_layouts(config)
     kv_dtypes = KV_DTYPES if config.latent_attention is None else KV_DTYPES[:-1]
+    # Beside a draft model all layers are in one group, and none drops what is before its window.
+    stored = config if draft_model is None else replace(config, windows=())
     kv_bytes = {
-        layout: {dtype_name(dtype): kv_cache_bytes(config, heads, dtype, context, batch) for dtype in kv_dtypes}
+        layout: {dtype_name(dtype): kv_cache_bytes(stored, heads, dtype, context, batch) for dtype in kv_dtypes}
         for layout, heads in layouts.items()
     }
     own = next(iter(layouts))

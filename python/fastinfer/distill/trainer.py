@@ -64,22 +64,22 @@ class Trainer:
     num_tokens: int = 0
 
     def train(self, stages: Sequence[int]) -> None:
-        """Train in stages that take equally long.
+        """Train in stages, each of which has an equal share of the time that is left when it begins.
 
         Args:
             stages: number of layers in each; layers are dropped at its start.
 
         Raises:
-            RequestError: the time is over before the first step of a stage.
+            RequestError: the whole time is over before the first step of a stage.
         """
         batches = self._batches()
         probe = self.shards[0]["ids"][:PROBE_SECTIONS].long()
-        begin = self._seconds()
-        for index, num_layers in enumerate(stages, 1):
+        for index, num_layers in enumerate(stages):
             drop_layers(self.student, num_layers, probe)
             num_tokens = self.num_tokens
             self._judge()
-            self._train_stage(batches, self._seconds(), begin + (self.limit - begin) * index / len(stages))
+            begin = self._seconds()
+            self._train_stage(batches, begin, begin + (self.limit - begin) / (len(stages) - index))
             if self.num_tokens == num_tokens:
                 raise RequestError(
                     f"minutes: expected more time for the stage of {num_layers} layers, got {self.limit / 60:.3g}: "

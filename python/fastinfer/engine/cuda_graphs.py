@@ -100,7 +100,7 @@ class CUDAGraphs:
         max_decoded = min(inputs.max_seqs, inputs.max_tokens, MAX_DECODED_TOKENS)
         self._decode_buckets = decode_buckets(max_decoded, expert_limits)
         self._prefill_buckets = prefill_buckets(min(inputs.max_tokens, MAX_CAPTURED_TOKENS), expert_limits)
-        # Of a step with prompts that has a graph. A GPU computes prompts differently with sparse attention alone.
+        # Of a step with prompts that has a graph; NO_ROW if roles do not matter: to a GPU they do with sparse attention.
         self._first_prompt_row = NO_ROW if inputs.sparse_pages is None else 0
         self._graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
         self.failed: set[BatchSize] = set()
@@ -131,8 +131,8 @@ class CUDAGraphs:
         decodes = is_decode and size.num_wanted == ALL_ROWS
         if decodes and (bucket := _smallest(self._decode_buckets, max(size.num_tokens, size.num_logits))):
             candidates.append(self._decode_size(bucket, size.has_adapters))
-        is_prompt = size.first_prompt_row == self._first_prompt_row
-        if is_prompt and (bucket := _smallest(self._prefill_buckets, size.num_tokens)):
+        is_recorded = self._first_prompt_row in (NO_ROW, size.first_prompt_row)
+        if is_recorded and (bucket := _smallest(self._prefill_buckets, size.num_tokens)):
             candidates.append(self._prefill_size(bucket, size.has_adapters))
         fitting = (padded for padded in candidates if padded in self._graphs and size.num_hidden <= padded.num_hidden)
         return next(fitting, None)

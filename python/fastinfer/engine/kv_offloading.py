@@ -74,8 +74,8 @@ class KVOffloading:
             if store is not None and noted:
                 for block, content in noted:
                     if not store.touch(content):
-                        data = torch.cat([worker.read_block(block) for worker in self._workers])
-                        store.put(content, HostCopy([data]))
+                        parts = [worker.read_block(block) for worker in self._workers]
+                        store.put(content, HostCopy([parts[0] if len(parts) == 1 else torch.cat(parts)]))
                 noted.clear()
 
     def load(self, blocks: list[tuple[int, BlockContent]]) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -162,6 +163,7 @@ class KVCache:
     def free(self) -> None:
         """Free the memory; what was cached is lost."""
         self.layers.clear()
+        vars(self).pop("rows", None)  # the views would keep the memory
 
     def allocate(self) -> None:
         """Allocate the memory again after :meth:`free`, uninitialised; does nothing if there is any."""
@@ -178,7 +180,7 @@ class KVCache:
             # As bytes, because torch cannot index float8.
             tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
 
-    @property
+    @cached_property
     def rows(self) -> list[Tensor]:
         """All tensors of keys, values, bounds and features as [num_blocks, bytes of a block] uint8, views."""
         return [tensor.view(torch.uint8).flatten(1) for layer in self._with_blocks for tensor in layer.tensors]

@@ -35,7 +35,7 @@ class Ranks:
         group: rank 0 of the group.
         module: module whose function ``main(pid, rank)`` is run, with a pickled task and the file descriptors of the
             group at standard input. It reports ``ready``, once or several times, or an error, in one line of standard
-            output each.
+            output each. Between two lines it waits for rank 0, or the second would not be noticed.
         task: what the ranks shall do, of any type that can be pickled.
         num_threads: number of threads of the kernels in each rank, this one included until :meth:`close`.
 
