@@ -174,8 +174,9 @@ def test_a_length_beyond_the_block_table_changes_nothing_else(device: str) -> No
     batch = make_batch([(1, 900), (1, 513)], dtype=torch.bfloat16, device=device)
     bounds = bounds_of(batch)
     expected, _ = ops.select_pages(batch.q, bounds, *ragged(batch), 16, 8)
-    table = batch.block_table.clamp(min=0)  # its second row has no blocks behind the 33rd
-    pages, _ = ops.select_pages(batch.q, bounds, table, batch.seq_lens + batch.seq_lens.new_tensor([0, 9000]), 16, 8)
+    table = batch.block_table.clamp(0, len(batch.k_cache) - 1)  # its second row has no blocks behind the 33rd
+    lengths = batch.seq_lens + batch.seq_lens.new_tensor([0, 9000])
+    pages, _ = ops.select_pages(batch.q, bounds, table, lengths, batch.query_start, 16, 8)
     assert_bitwise(pages[0], expected[0])
     assert set(pages[1].flatten().tolist()) <= set(table[1].tolist())
 
