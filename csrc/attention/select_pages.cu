@@ -38,7 +38,8 @@ struct SeenPages {
     blocks = p.block_table + seq * p.max_blocks;
     position = p.seq_lens[seq] - p.query_start[seq + 1] + static_cast<int>(token);
     // A length beyond the block table, which nobody has checked, must not lead to writes beyond the workspace.
-    count = position < 0 ? 0 : static_cast<int>(min<int64_t>(position / p.block_size + 1, p.max_blocks));
+    const int64_t pages = position < 0 ? 0 : position / p.block_size + 1;
+    count = static_cast<int>(pages < p.max_blocks ? pages : p.max_blocks);
   }
 };
 
