@@ -13,6 +13,7 @@ from support import sanitizers
 from emulation import build
 
 PARTS = {"thread": 2, "address": 2}  # of some minutes each
+WITH_PROGRAMS = ("tests/bench", "tests/parallel/test_gpus.py")  # of their own, which load the plain build
 
 
 def main(arguments: list[str]) -> int:
@@ -22,7 +23,7 @@ def main(arguments: list[str]) -> int:
         sanitizers.Job(
             f"{sanitizer} {part}/{parts}",
             sanitizer,
-            ["-m", "emulated", "--ignore=tests/bench", *arguments],  # whose programs load the plain build
+            ["-m", "emulated", *(f"--ignore={path}" for path in WITH_PROGRAMS), *arguments],
             variables={"FASTINFER_EMULATION": sanitizer, "FASTINFER_EMULATION_PART": f"{part}/{parts}"},
         )
         for sanitizer, parts in PARTS.items()
