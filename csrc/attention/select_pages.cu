@@ -36,10 +36,10 @@ struct SeenPages {
       p.query_start[middle] <= token ? seq = middle : end = middle;
     }
     blocks = p.block_table + seq * p.max_blocks;
-    position = p.seq_lens[seq] - p.query_start[seq + 1] + static_cast<int>(token);
     // A length beyond the block table, which nobody has checked, must not lead to writes beyond the workspace.
-    const int64_t pages = position < 0 ? 0 : position / p.block_size + 1;
-    count = static_cast<int>(pages < p.max_blocks ? pages : p.max_blocks);
+    const int64_t own = p.seq_lens[seq] - p.query_start[seq + 1] + token, most = p.max_blocks * p.block_size;
+    position = static_cast<int>(own < most ? own : most - 1);
+    count = position < 0 ? 0 : position / p.block_size + 1;
   }
 };
 

@@ -1,15 +1,12 @@
 // Reads and dequantises a block of 4-bit weights on the CPU.
 #pragma once
 
-#include <type_traits>
-
-#include "quant/quantized_gemm_cpu.h"
+#include "quant/unsigned_format_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-struct Int4Format {
+struct Int4Format : UnsignedFormat<Int4Format> {
   static constexpr int kSteps = 4;  // 8 inputs each: low nibbles hold the first four, high ones the others
-  static constexpr int kScales = 1;
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
   static constexpr float kSymmetricOffset = 8.0f;  // a weight without minimum is scale * (q - 8)
 
@@ -19,28 +16,6 @@ struct Int4Format {
     const u8v second = in_register(load_as<u8v>(packed + kTileRows * 4));
     return {{low_nibbles(first), high_nibbles(first), low_nibbles(second), high_nibbles(second)}};
   }
-
-#if defined(FASTINFER_AVX512_VNNI)
-  static constexpr float kUnsignedOffset = 0.0f;
-
-  FASTINFER_INLINE static RunBytes load_unsigned(const uint8_t* block, int run) {
-    return load_run(block, run);
-  }
-#else
-  static constexpr int kVectors = kHalves;  // read together, to use a broadcast activation twice
-
-  template <int kBits>
-  using Run = std::conditional_t<kBits == 8, PairRun, WideRun<kBits> >;
-
-  template <int kBits>
-  FASTINFER_INLINE static Run<kBits> load(const uint8_t* block, int run) {
-    if constexpr (kBits == 8) {
-      return {load_run(block, run)};
-    } else {
-      return Run<kBits>::of_unsigned(load_run(block, run));
-    }
-  }
-#endif
 
   template <class Fn>
   FASTINFER_INLINE static void for_each_input(const uint8_t* weight, Fn&& fn) {

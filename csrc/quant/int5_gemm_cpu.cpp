@@ -1,13 +1,12 @@
-#include "quant/quantized_gemm_cpu.h"
+#include "quant/unsigned_format_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
 // Four steps as in 4 bits hold the low bits. Bit s of a byte of the fifth one is the high bit of step s of the block's
 // eight.
-struct Int5Format {
+struct Int5Format : UnsignedFormat<Int5Format> {
   static constexpr int kSteps = 5;
-  static constexpr int kScales = 1;
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
   static constexpr float kSymmetricOffset = 16.0f;  // a weight without minimum is scale * (q - 16)
 
@@ -19,28 +18,6 @@ struct Int5Format {
     return {{low_nibbles(first) | ((u8v)high & 0x10), high_nibbles(first) | ((u8v)(high >> 1) & 0x10),
              low_nibbles(second) | ((u8v)(high >> 2) & 0x10), high_nibbles(second) | ((u8v)(high >> 3) & 0x10)}};
   }
-
-#if defined(FASTINFER_AVX512_VNNI)
-  static constexpr float kUnsignedOffset = 0.0f;
-
-  FASTINFER_INLINE static RunBytes load_unsigned(const uint8_t* block, int run) {
-    return load_run(block, run);
-  }
-#else
-  static constexpr int kVectors = kHalves;  // read together, to use a broadcast activation twice
-
-  template <int kBits>
-  using Run = std::conditional_t<kBits == 8, PairRun, WideRun<kBits> >;
-
-  template <int kBits>
-  FASTINFER_INLINE static Run<kBits> load(const uint8_t* block, int run) {
-    if constexpr (kBits == 8) {
-      return {load_run(block, run)};
-    } else {
-      return Run<kBits>::of_unsigned(load_run(block, run));
-    }
-  }
-#endif
 
   template <class Fn>
   FASTINFER_INLINE static void for_each_input(const uint8_t* weight, Fn&& fn) {

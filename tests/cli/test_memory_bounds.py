@@ -362,7 +362,7 @@ def test_mistakes(arguments: list[str], error: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.usefixtures("machine")
 def test_no_layer_drops_what_is_before_its_window_beside_a_draft_model(tmp_path: Path) -> None:
-    """As in the engine, whose layers are then in one group."""
+    """The engine has all layers in one group then."""
     model = save_model(tmp_path, "gemma3")
     alone, described = (describe(str(tmp_path), 128, 3, RATES, draft_model=name) for name in (None, str(tmp_path)))
     whole = kv_cache_bytes(

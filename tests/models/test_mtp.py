@@ -22,6 +22,7 @@ from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.models import load_weights, open_checkpoint, open_mtp_checkpoint
 from fastinfer.models.offload import tensors_of
+from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.utils.sealed_memory import SealedMemory
 
@@ -45,26 +46,26 @@ def check(drafts: list[Any], model: MTPModel) -> None:
         torch.testing.assert_close(logits, model.drafted_logits(tokens, num_drafts), atol=1e-4, rtol=1e-4)
 
 
+def check_file(path: Path, model: MTPModel, params: SamplingParams) -> None:
+    """Compare drafts with the reference's, and texts with those without drafts."""
+    llm = with_mtp(path)
+    drafts = recorded_drafts(llm)
+    assert texts(llm, params) == texts(LLM(str(path), **OPTIONS), params)
+    check(drafts, model)
+
+
 @pytest.mark.parametrize(
     "family", ["deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next-plain", "qwen3.5", "qwen3.5-moe"]
 )
 def test_drafts_are_those_of_the_reference(family: str, tmp_path: Path) -> None:
     model = make(family)
-    path = model.write(tmp_path / "model")
-    llm = with_mtp(path)
-    drafts = recorded_drafts(llm)
-    assert texts(llm, GREEDY) == texts(LLM(str(path), **OPTIONS), GREEDY)
-    check(drafts, model)
+    check_file(model.write(tmp_path / "model"), model, GREEDY)
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3-mscale", "glm4-moe", "qwen3.5", "qwen3.5-moe"])
 def test_gguf_files(family: str, tmp_path: Path) -> None:
     model = make(family)
-    path = model.write_gguf(tmp_path / "model.gguf")
-    llm = with_mtp(path)
-    drafts = recorded_drafts(llm)
-    assert texts(llm, SAMPLED) == texts(LLM(str(path), **OPTIONS), SAMPLED)
-    check(drafts, model)
+    check_file(model.write_gguf(tmp_path / "model.gguf"), model, SAMPLED)
 
 
 @pytest.mark.parametrize(("family", "kv_cache_memory"), [("deepseek-v3", 200_000), ("qwen3.5", 2_500_000)])

@@ -60,7 +60,7 @@ def test_ranks_have_consecutive_gpus_and_launch_no_step_ahead() -> None:
 
 @pytest.mark.parametrize(("size", "share"), [(2, 1 / 2), (3, 2 / 4), (4, 1 / 4)])
 def test_room_for_the_caches_of_ranks(size: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 KV heads, one of three ranks has two."""
+    """The largest part counts: one of three ranks has two of 4 KV heads."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900, 1000))
     options: dict[str, Any] = {"tensor_parallel_size": size, "tensor_parallel_layout": "reduce"}
     config = EngineConfig(device="cuda:0", gpu_memory_utilization=0.5, **options)

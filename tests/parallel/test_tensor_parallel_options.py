@@ -118,7 +118,7 @@ def test_layers_with_states_and_latents(family: str, tensor: int, pipeline: int,
 
 
 def test_sparse_attention(folder: Path) -> None:
-    """Of generated tokens beside prompts, which attend to everything."""
+    """Generated tokens attend to chosen pages beside prompts, which attend to everything."""
     sparse = LIMITS | {"sparse_attention": 32}
     one = LLM(str(folder), **sparse)
     four = LLM(str(folder), tensor_parallel_size=2, pipeline_parallel_size=2, **sparse)
@@ -130,7 +130,7 @@ def test_sparse_attention(folder: Path) -> None:
     "places", [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"device": "cpu,cpu"}], ids=str
 )
 def test_blocks_beyond_the_cache(folder: Path, tmp_path: Path, places: dict[str, Any]) -> None:
-    """Of a cache with room for two prompts, in host memory with room for two more, and in a folder."""
+    """The cache has room for two prompts, host memory for two more, and a folder for all."""
     draft = write_tiny_folder(tmp_path / "draft", sizes={"num_hidden_layers": 1})  # all of which is in the first place
     limits = LIMITS | {"max_model_len": 80, "num_speculative_tokens": 2, "draft_model": str(draft)}
     stores = {"kv_offloading_size": 1e-4, "kv_offloading_dir": str(tmp_path / "blocks"), "kv_offloading_dir_size": 0.1}

@@ -20,7 +20,7 @@ def texts(llm: LLM, params: SamplingParams, **options: Any) -> list[list[list[in
 
 
 def recorded_drafts(llm: LLM) -> list[tuple[list[int], int, Tensor]]:
-    """What the head drafts from now on: the text, how many of its last tokens are drafts, and the logits."""
+    """Return the head's drafts from now on: the text, how many of its last tokens are drafts, and the logits."""
     worker, drafts = llm.engine.draft_worker, []
     assert worker is not None
     run = worker.run

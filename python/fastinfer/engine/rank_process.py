@@ -15,7 +15,6 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.model_context import model_context
 from fastinfer.engine.rank_worker import RankWorker
-from fastinfer.engine.roles import roles_differ
 from fastinfer.errors import describe_error
 from fastinfer.models import open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
@@ -99,7 +98,7 @@ class RankTask:
             model,
             self.size,
             with_adapters=self.config.max_loras > 0,
-            separates_roles=roles_differ(device, model.exact),
+            separates_roles=False,  # rank 0 alone divides steps, and tells the others
             group=group,
             load=load_again,
         )

@@ -18,7 +18,7 @@ from fastinfer.weights.weight import Weight
 
 @dataclass(slots=True, eq=False)
 class AttentionPlan:
-    """How the attention of one step is divided on a GPU, for layers of the same sizes.
+    """Division of the attention of one step on a GPU, for layers of the same sizes.
 
     Attributes:
         dense: plan of :func:`fastinfer.ops.paged_attention` for the batch.
