@@ -17,6 +17,9 @@ from machine_code.tiles import Tiles
 from machine_code.walk import Work, cheapest_walk
 
 WIDE_LOAD = re.compile(r"LDG(STS)?\..*128\b")
+# For sm_90a ptxas 13.0 folds a uniform part of the address in shared memory and the upper half of a cache policy into
+# one pair of registers, and then writes 0 for the number of the pair. An H100 calls that an illegal instruction.
+MISENCODED = re.compile(r"\[R\d+\+UR\d+[^]]*\], desc\[")
 
 
 @dataclass
@@ -71,10 +74,14 @@ def examine_function(function: Function, compiled: Compiled, tiles: dict[str, Ti
         opcodes=Counter(opcode.partition(".")[0] for opcode in opcodes.elements()),
         wide_loads=sum(n for opcode, n in opcodes.items() if WIDE_LOAD.match(opcode)),
     )
+    where = f"{compiled.name} (sm_{function.arch})"
+    if function.arch == "90a" and any(
+        i.opcode.startswith("LDGSTS") and MISENCODED.search(i.operands) for i in function.code
+    ):
+        examined.problems.append(f"{where}: ptxas has encoded a copy with a cache policy wrongly")
     gpus = [gpu for gpu in GPUS if gpu.arch == function.arch]
     if not gpus:
         return examined
-    where = f"{compiled.name} (sm_{function.arch})"
     rounds = {}
     for gpu in gpus:
         # A GPU has no bound of a tile that its policy never chooses.

@@ -63,12 +63,11 @@ struct DenseWeight {
       inputs -= kChunk;
     }
 
-    __device__ void copy(unsigned char* stage, uint64_t policy) const {
+    __device__ void copy(unsigned char* stage) const {
       const T* at = from;
 #pragma unroll
       for (int i = 0; i < kGemmRows; i += kRows, at += step) {
-        if (i < rows)
-          cp_async_under(stage + place + i * kRowBytes, inputs > 0 ? at : from + inputs - 8, policy, inputs > 0);
+        if (i < rows) cp_async(stage + place + i * kRowBytes, inputs > 0 ? at : from + inputs - 8, inputs > 0);
       }
     }
 

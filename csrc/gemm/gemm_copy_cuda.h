@@ -76,9 +76,9 @@ class GemmCopy {
   // kClamped.
   __device__ void load_weight(unsigned char* stage) const {
     if constexpr (kDense) {
-      weight.copy(stage, p.plan.weight_policy);
+      weight.copy(stage);
     } else {
-      weight.copy(stage + threadIdx.x * 16, p.plan.weight_policy);
+      weight.copy(stage + threadIdx.x * 16);
       load_scales(stage + kStage.scales + threadIdx.x * 16);
     }
   }

@@ -26,7 +26,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/cache_policy.h"
 #include "common/dtype.h"
 #include "common/launch_config.h"
 #include "common/shared_layout.h"
@@ -157,7 +156,6 @@ struct GemmPlan {
   int stage_bytes = 0;
   int row_units = 0;
   int token_tiles = 0;
-  uint64_t weight_policy = kEvictNormal;
   int units = 0;          // row_units * token_tiles
   int chunks = 0;         // per unit
   int worker_chunks = 0;  // per worker if units are cut; 0: whole units, the next one `workers` further on
@@ -213,7 +211,6 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   const int scales = format == WeightFormat::kLut ? 1 : 2;  // a look-up table has no mins
   plan.stage_bytes = gemm_stage(format, tokens, tile.chunk).scales + scales * plan.chunk_groups * kScaleBytes;
   plan.token_tiles = static_cast<int>(experts > 0 ? most_expert_tiles(m, experts, tokens) : up(m, tokens));
-  plan.weight_policy = weight_policy(m <= tokens);  // with experts as well: all rows may be of one
   plan.row_units = static_cast<int>(up(n, kGemmRows));
   plan.units = plan.row_units * plan.token_tiles;
   plan.chunks = static_cast<int>(up(k, tile.chunk));

@@ -124,21 +124,20 @@ struct GemmWideKernel {
     const unsigned first_input = ahead.chunk * kChunk, inputs = static_cast<unsigned>(p.k);
     const bool inside = first_input + piece * 8 < inputs;
     const unsigned place = row * kRowBytes + (piece * 16 ^ pair_swizzle(row));
-    const bool once = !kGrouped && p.plan.token_tiles == 1;
     if constexpr (kDense) {
       const int rows = inside ? weight_rows : 0;
       const unsigned char* from = weight_from;
 #pragma unroll
       for (int i = 0; i < kGemmRows; i += kRowStep, from += kRowStep * 2 * p.k) {
-        copy_weight(stage + place + i * kRowBytes, from, i < rows, once);
+        cp_async(stage + place + i * kRowBytes, from, i < rows);
       }
     } else {
       const unsigned block = thread % kTilePieces / (kBlockBytes / 16);
       const int tiles = first_input + block * kBlockInputs < inputs ? weight_rows : 0;
 #pragma unroll
       for (int i = 0; i < kGemmRowTiles; i += kTileStep) {
-        copy_weight(stage + thread * 16 + i * kBlocks * kBlockBytes,
-                    weight_from + static_cast<int64_t>(i) * (inputs / kBlockInputs) * kBlockBytes, i < tiles, once);
+        cp_async(stage + thread * 16 + i * kBlocks * kBlockBytes,
+                 weight_from + static_cast<int64_t>(i) * (inputs / kBlockInputs) * kBlockBytes, i < tiles);
       }
       copy_scales(stage + kStage.scales);
     }
@@ -154,15 +153,6 @@ struct GemmWideKernel {
     } else {
       x_from += kChunk;
       weight_from += kDense ? kRowBytes : kBlocks * kBlockBytes;
-    }
-  }
-
-  // What is read once is first to leave the L2.
-  __device__ static void copy_weight(unsigned char* to, const unsigned char* from, bool valid, bool once) {
-    if (once) {
-      cp_async_under(to, from, kEvictFirst, valid);
-    } else {
-      cp_async(to, from, valid);
     }
   }
 

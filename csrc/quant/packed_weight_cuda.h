@@ -48,12 +48,12 @@ struct PackedWeight {
     }
 
     // `to`: the place of this thread's first piece.
-    __device__ void copy(unsigned char* to, uint64_t policy) const {
+    __device__ void copy(unsigned char* to) const {
       const int there = blocks_left > 0 ? tiles_left : 0;
       const unsigned char* at = from;
 #pragma unroll
       for (int i = 0; i < kGemmRowTiles; i += kTiles, at += step) {
-        if (kClamped || i < there) cp_async_under(to + i / kTiles * kThreads * 16, at, policy);
+        if (kClamped || i < there) cp_async(to + i / kTiles * kThreads * 16, at);
       }
     }
 

@@ -3,7 +3,6 @@
 // rows become B fragments by ldmatrix. Copies to shared memory run `stages - 1` chunks ahead.
 #include "quant/w8a8_gemm.h"
 
-#include "common/cache_policy.h"
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
@@ -40,7 +39,6 @@ struct W8a8Kernel {
     constexpr int kRun = kBlocks * kBlockBytes / 16;  // pieces of a row tile
     const int64_t tiles = (p.n + kTileRows - 1) / kTileRows, blocks = p.k / kBlockInputs;
     const int64_t first_tile = static_cast<int64_t>(blockIdx.x / p.w8a8_plan.token_tiles) * (kW8a8Rows / kTileRows);
-    const bool read_once = p.w8a8_plan.token_tiles == 1;
 #pragma unroll 1  // addresses of several copies at once would spill
     for (int i = threadIdx.x; i < kW8a8Rows / kTileRows * kRun; i += kW8a8Threads) {
       const int64_t tile = first_tile + i / kRun,
@@ -48,11 +46,7 @@ struct W8a8Kernel {
       const bool valid = tile < tiles && block < blocks;
       const int64_t offset = (tile * blocks + block) * kBlockBytes + i % kRun * 16 % kBlockBytes;
       const unsigned char* const from = static_cast<const unsigned char*>(p.weight.q) + (valid ? offset : 0);
-      if (read_once) {
-        cp_async_under(stage + i * 16, from, kEvictFirst, valid);
-      } else {
-        cp_async(stage + i * 16, from, valid);
-      }
+      cp_async(stage + i * 16, from, valid);
     }
   }
 

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -26,13 +24,6 @@ uint64_t yields = 0;
 std::string launches;  // see emulation_launches
 bool launches_wanted = false;
 
-struct Copies {
-  size_t copies = 0;
-  std::set<const void*> addresses;
-};
-std::map<std::string, Copies> policies;  // see emulation_policies
-bool policies_wanted = false;
-
 // Blocks that run at a time, by turns. The build that counts accesses counts one block's after the other's.
 #if defined(EMULATION_TRAFFIC)
 constexpr size_t kResident = 1;
@@ -48,28 +39,6 @@ extern "C" __attribute__((visibility("default"))) const char* emulation_launches
   taken = std::exchange(launches, std::string());
   launches_wanted = true;
   return taken.c_str();
-}
-
-// The copies with a policy since the last call, a line for each policy: "evict_first" or "evict_normal", how many there
-// were, and of how many addresses. Nothing is noted before the first call.
-extern "C" __attribute__((visibility("default"))) const char* emulation_policies() {
-  static std::string taken;
-  taken.clear();
-  for (auto& [policy, noted] : policies) {
-    if (noted.copies > 0) {
-      taken += policy + " " + std::to_string(noted.copies) + " " + std::to_string(noted.addresses.size()) + "\n";
-    }
-  }
-  policies.clear();
-  policies_wanted = true;
-  return taken.c_str();
-}
-
-void note_policy(bool evict_first, const void* from) {
-  if (!policies_wanted) return;
-  auto& [copies, addresses] = policies[evict_first ? "evict_first" : "evict_normal"];
-  ++copies;
-  addresses.insert(from);
 }
 
 void run(const Launch& launch, const std::shared_ptr<const void>& owner) {

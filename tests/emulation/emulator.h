@@ -78,7 +78,6 @@ struct Copy {
 };
 void enqueue(const Copy& copy);
 void commit_copies();
-void note_policy(bool evict_first, const void* from);  // of a copy that says what the L2 does with its data
-std::vector<Copy> arrived_copies(size_t pending);      // removes and returns those of all groups but the last `pending`
+std::vector<Copy> arrived_copies(size_t pending);  // removes and returns those of all groups but the last `pending`
 
 }  // namespace emulation

@@ -1,4 +1,4 @@
-"""The kernels that calls launch on the emulator, and how the L2 treats the weights that they copy."""
+"""The kernels that calls launch on the emulator."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,17 +13,3 @@ def count_launches(library: Path, run: Callable[[], object]) -> list[str]:
     run()
     names: bytes = take()
     return names.decode().split()
-
-
-def copies_by_policy(library: Path, run: Callable[[], object]) -> dict[str, tuple[int, int]]:
-    """Count a call's copies that tell the L2 what to do with their data, and the addresses that they read.
-
-    The result has both numbers by policy, "evict_first" or "evict_normal".
-    """
-    take = ctypes.CDLL(str(library)).emulation_policies
-    take.restype = ctypes.c_char_p
-    take()
-    run()
-    lines: bytes = take()
-    found = [line.split() for line in lines.decode().splitlines()]
-    return {policy: (int(copies), int(addresses)) for policy, copies, addresses in found}

@@ -34,14 +34,6 @@ __device__ inline void cp_async(void* shared, const void* global, bool valid = t
                : "memory");
 }
 
-// The same with a policy for the L2 (common/cache_policy.h). A policy from the launch parameters is in uniform
-// registers, so it needs no more instructions than a constant.
-__device__ inline void cp_async_under(void* shared, const void* global, uint64_t policy, bool valid = true) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(detail::shared_address(shared)),
-               "l"(global), "r"(valid ? 16 : 0), "l"(policy)
-               : "memory");
-}
-
 // The same, 4 or 8 bytes at a time, for rows that are not 16-byte aligned.
 template <int kBytes>
 __device__ inline void cp_async_small(void* shared, const void* global, bool valid = true) {

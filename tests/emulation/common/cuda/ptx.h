@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/cache_policy.h"
 #include "emulator.h"
 
 namespace fastinfer::cuda {
@@ -43,12 +42,6 @@ void cp_async_bytes(void* shared, const void* global, bool valid, Site site) {
 }
 
 inline void cp_async(void* shared, const void* global, bool valid = true, Site site = Site::current()) {
-  cp_async_bytes<16>(shared, global, valid, site);
-}
-
-inline void cp_async_under(void* shared, const void* global, uint64_t policy, bool valid = true,
-                           Site site = Site::current()) {
-  if (valid) emulation::note_policy(policy == kEvictFirst, global);
   cp_async_bytes<16>(shared, global, valid, site);
 }
 
