@@ -51,7 +51,6 @@ struct GemmEpilogue {
   const GemmParams& p;
   const GemmPosition<kGrouped> at;
   float* const shared_sums;  // [warps_inputs, 8 warps_tokens, kSumsStride]
-  int* const shared_flag;
   const int thread, lane, warp_rows, warp_tokens, warp_inputs;
   int first_chunk = 0;  // the unit's first, in the line of all chunks
   int first_worker = 0, pieces = 1;
@@ -60,7 +59,6 @@ struct GemmEpilogue {
       : p(params),
         at(params, tiles, unit),
         shared_sums(shared),
-        shared_flag(reinterpret_cast<int*>(shared + kWarpsInputs * kWarpsTokens * 8 * kSumsStride)),
         thread(opaque(threadIdx.x)),
         lane(thread % kWarpSize),
         warp_rows(thread / kWarpSize % kWarpsRows),
@@ -73,29 +71,25 @@ struct GemmEpilogue {
   }
 
   __device__ void store(const Sums& sums) {
-    // Once from shared memory to the output or this worker's slot; the last to arrive goes from the slots to the
-    // output.
-    for (bool gather = false;; gather = true) {
-      const bool keep = !kGrouped && pieces > 1 && !gather;
-      const int vectors = kGemmRows / kWidth / (gated() && !keep ? 2 : 1);
+    const bool cut = !kGrouped && pieces > 1;
+    const int vectors = kGemmRows / kWidth / (gated() && !cut ? 2 : 1);
 #pragma unroll 1
-      for (int slice = 0; slice < kTokenTiles; ++slice) {
-        if (!gather) share_sums(sums, slice);
-        __syncthreads();
-        for (int i = thread; i < kSliceTokens * vectors; i += kThreads) {
-          const int slice_token = i / vectors, vector = i % vectors;
-          const int token = (slice_token / 8 * kTokenTiles + slice) * 8 + slice_token % 8;
-          if (first_token() + token >= end_token()) continue;
-          if (keep) {
-            keep_sums(slice_token, token, vector);
-          } else {
-            finish(gather, slice_token, token, vector);
-          }
+    for (int slice = 0; slice < kTokenTiles; ++slice) {
+      share_sums(sums, slice);
+      __syncthreads();
+      for (int i = thread; i < kSliceTokens * vectors; i += kThreads) {
+        const int slice_token = i / vectors, vector = i % vectors;
+        const int token = (slice_token / 8 * kTokenTiles + slice) * 8 + slice_token % 8;
+        if (first_token() + token >= end_token()) continue;
+        if (cut) {
+          keep_sums(slice_token, token, vector);
+        } else {
+          finish<false>(slice_token, token, vector);
         }
-        __syncthreads();
       }
-      if (!keep || !last_to_arrive(p.counters + at.unit, pieces, shared_flag)) return;
+      __syncthreads();
     }
+    if (cut && last_to_arrive(p.counters + at.unit, pieces)) gather();
   }
 
  private:
@@ -168,6 +162,7 @@ struct GemmEpilogue {
 
   __device__ Vector8 load_slots(int token, int row) const {
     Vector8 v;
+#pragma unroll 4  // loads at once
     for (int i = 0; i < pieces; ++i) {
       v.add(slot(first_worker + i) + token * kSumsStride, row, [](const float4* at) { return __ldcg(at); });
     }
@@ -185,9 +180,18 @@ struct GemmEpilogue {
     }
   }
 
+  // The sums of a cut unit, from all workers' slots to the output.
+  __device__ void gather() const {
+    const int tokens = static_cast<int>(min(end_token() - first_token(), int64_t{kTokens}));
+    const int vectors = kGemmRows / kWidth / (gated() ? 2 : 1);
+#pragma unroll 1
+    for (int i = thread; i < tokens * vectors; i += kThreads) finish<true>(0, i / vectors, i % vectors);
+  }
+
   // Sums of eight rows from `row` of the unit on, with their bias.
-  __device__ Vector8 biased(bool gather, int slice_token, int token, int row) const {
-    Vector8 v = gather ? load_slots(token, row) : load_shared(slice_token, row);
+  template <bool kFromSlots>
+  __device__ Vector8 biased(int slice_token, int token, int row) const {
+    Vector8 v = kFromSlots ? load_slots(token, row) : load_shared(slice_token, row);
     const int64_t first = first_row() + row, bias = kGrouped ? at.expert_tile.expert * p.n + first : first;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -196,12 +200,13 @@ struct GemmEpilogue {
     return v;
   }
 
-  __device__ void finish(bool gather, int slice_token, int token, int vector) const {
+  template <bool kFromSlots>
+  __device__ void finish(int slice_token, int token, int vector) const {
     // With an activation, 16 rows of the gate alternate with 16 rows of up.
     const int row = gated() ? vector / 2 * 2 * kTileRows + vector % 2 * kWidth : vector * kWidth;
-    Vector8 v = biased(gather, slice_token, token, row);
+    Vector8 v = biased<kFromSlots>(slice_token, token, row);
     if (gated()) {
-      const Vector8 up = biased(gather, slice_token, token, row + kTileRows);
+      const Vector8 up = biased<kFromSlots>(slice_token, token, row + kTileRows);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v.values[i] = activate_and_mul(p.activation, v.values[i], up.values[i]);
     }
