@@ -204,8 +204,9 @@ def test_pipes_and_bytes() -> None:
     pipes = {
         "HMMA.16816.F32": "hmma", "IMMA.16832.S8.S8": "imma", "HFMA2.BF16_V2": "bf16", "HFMA2": "half",
         "IMAD.WIDE": "imad", "FFMA": "fp32", "LOP3.LUT": "alu", "F2FP.BF16.F32.PACK_AB": "alu", "MUFU.EX2": "mufu",
-        "HGMMA.64x256x16.F32.BF16": "hgmma", "I2F.S8": "mufu", "LDGSTS.E.BYPASS.128": "copy", "LDG.E.128": "load", "LDS.128": "shared load", "LDSM.16.M88.4":
-        "shared load", "STS": "shared store", "SHFL.BFLY": "shuffle", "BSYNC": "branch", "UIADD3": "uniform",
+        "HGMMA.64x256x16.F32.BF16": "hgmma", "I2F.S8": "mufu", "LDGSTS.E.BYPASS.128": "copy", "LDG.E.128": "load",
+        "LDS.128": "shared load", "LDSM.16.M88.4": "shared load", "STS": "shared store", "SHFL.BFLY": "shuffle",
+        "BSYNC": "branch", "UIADD3": "uniform",
     }  # fmt: skip
     assert {opcode: pipe_of(opcode) for opcode in pipes} == pipes
     sizes = {"LDG.E.128.CONSTANT": 16, "LDS.64": 8, "LDG.E": 4, "STG.E.U16": 2, "LDS.U8": 1, "LDSM.16.M88.4": 16}
