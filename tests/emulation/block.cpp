@@ -71,10 +71,13 @@ void Block::start(Index index) {
   waited_ = !launch_.dependent;
   poison_shared();
   barriers_.assign(16, {});
+  unfenced_ = 0;
   for (Thread& thread : threads_) {
     thread.state = State::kReady;
     thread.copies.clear();
     thread.groups.clear();
+    thread.products = {};
+    thread.copied = thread.published = false;
     prepare(thread.fiber, &Block::entry);
   }
 #if defined(EMULATION_TRAFFIC)
@@ -220,6 +223,9 @@ int Block::barrier(int id, int count, bool vote, Site site) {
     fail("divergent barrier: thread " + std::to_string(self.index) + " arrives at " + describe(site) +
          " while others wait at " + describe(barrier.site));
   }
+  if (self.copied && !self.published) ++unfenced_;
+  self.published = self.published || self.copied;
+  self.copied = false;
   void* const token = barrier.token;
   release(token);
   barrier.votes += vote ? 1 : 0;
@@ -290,6 +296,18 @@ void Block::yield() {
 void Block::fence() {
   acquire(&observed_);
   release(&fenced_);
+}
+
+void Block::fence_async_shared() {
+  if (thread_->published) --unfenced_;
+  thread_->copied = thread_->published = false;
+}
+
+void Block::issue(Product product, float* d, size_t count, bool adds, Site site) {
+  if (thread_->copied || unfenced_ > 0)
+    fail("copies without fence_async_shared before the product at " + describe(site));
+  product.thread = thread_->index;
+  thread_->products.issue(product, d, count, adds, site);
 }
 
 void Block::atomic_operation(const void* p) {

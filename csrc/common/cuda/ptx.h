@@ -1,6 +1,6 @@
 // One wrapper per PTX instruction that CUDA C++ does not name. The PTX ISA manual
 // (https://docs.nvidia.com/cuda/parallel-thread-execution/) gives the fragments' layouts; tests/emulation has the same
-// functions for the host, so a kernel uses no other inline assembly.
+// functions for the host, so a kernel uses no other inline assembly than that of this file and common/cuda/wgmma.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,9 +12,9 @@ namespace fastinfer::cuda {
 
 // ---- memory ----
 
-// The block's dynamic shared memory, 128-byte aligned.
+// The block's dynamic shared memory, aligned to 1024 bytes.
 __device__ inline unsigned char* dynamic_shared() {
-  extern __shared__ __align__(128) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   return memory;
 }
 
