@@ -14,7 +14,6 @@ namespace fastinfer::cuda {
 template <int kTokens>
 struct W8a8Epilogue {
   static constexpr int kWidth = 8;  // columns that a thread takes at a time
-  static constexpr int kFlag = kTokens * kW8a8SumsStride;
 
   const W8a8GemmParams& p;
   int32_t* const sums;
@@ -63,7 +62,7 @@ struct W8a8Epilogue {
     for (int i = 0; i < kFours; ++i) {
       if (exists(i)) *reinterpret_cast<int4*>(own + four(i)) = shared_four(i);
     }
-    if (!last_to_arrive(p.counters + blockIdx.x, splits, sums + kFlag)) return false;
+    if (!last_to_arrive(p.counters + blockIdx.x, splits)) return false;
 #pragma unroll 1
     for (int first = 0; first < kFours; first += kBatch) {
       int4 sum[kBatch] = {};

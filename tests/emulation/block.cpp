@@ -223,17 +223,16 @@ int Block::barrier(int id, int count, bool vote, Site site) {
     fail("divergent barrier: thread " + std::to_string(self.index) + " arrives at " + describe(site) +
          " while others wait at " + describe(barrier.site));
   }
-  if (self.copied && !self.published) ++unfenced_;
-  self.published = self.published || self.copied;
-  self.copied = false;
   void* const token = barrier.token;
   release(token);
   barrier.votes += vote ? 1 : 0;
   if (++barrier.arrived == barrier.expected) {
     barrier.arrived = 0;
     self.votes = barrier.votes;
+    publish_copies(self);
     for (Thread& thread : threads_) {
       if (thread.state != State::kBarrier || thread.barrier != id) continue;
+      publish_copies(thread);
       thread.state = State::kReady;
       thread.votes = barrier.votes;
     }
@@ -296,6 +295,13 @@ void Block::yield() {
 void Block::fence() {
   acquire(&observed_);
   release(&fenced_);
+}
+
+// The thread has passed a barrier: products of other threads may read its copies.
+void Block::publish_copies(Thread& thread) {
+  if (thread.copied && !thread.published) ++unfenced_;
+  thread.published = thread.published || thread.copied;
+  thread.copied = false;
 }
 
 void Block::fence_async_shared() {

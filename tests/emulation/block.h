@@ -92,6 +92,7 @@ class Block {
   void finish();
   void resume(Thread& thread);
   void wait(State state, Site site);
+  void publish_copies(Thread& thread);
   [[noreturn]] void error(const std::string& message) const;
 
   static Block* current_;

@@ -103,7 +103,7 @@ def test_unknown_order_of_blocks_is_refused() -> None:
 
 
 def declarations(path: Path) -> dict[str, set[str]]:
-    """Function names of a header of instructions with the types of their parameters, without the emulator's ``Site``."""
+    """Function names of a header with the types of their parameters, without the emulator's ``Site``."""
     text = re.sub(r"namespace detail \{.*?\n\}  // namespace detail", "", path.read_text(), flags=re.DOTALL)
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r",?\s*Site site(?: = Site::current\(\))?", "", text)

@@ -207,6 +207,14 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Adds to a counter, and returns what it was. What the block's threads have written before a barrier in front of this
+// is visible, after a barrier behind it, to the blocks that add later. (A fence by each thread took longer.)
+__device__ inline uint32_t add_acquire_release(uint32_t* counter, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
+}
+
 // Programmatic dependent launch, from sm_90 on. A kernel that is launched with `dependent` may start before the kernel
 // before it in the stream has ended: no global memory may be touched before this wait. (Not even weights, as they may
 // be the result of the kernel before, unless the caller has promised that they are not: binding/constant_weights.h.)
