@@ -42,7 +42,7 @@ TENSOR_CORES = {
     "paged_attention_kernel": ("HMMA",),
     "paged_latent_attention_kernel": ("HMMA",),
     "gemm_kernel": ("HMMA", "HGMMA"),
-    "w8a8_gemm_kernel": ("IMMA",),
+    "w8a8_gemm_kernel": ("IMMA", "IGMMA"),
 }
 
 # ptxas says with one of these numbers that it makes products of a warpgroup wait for each other.
@@ -188,12 +188,13 @@ def main(build: Path, update: bool = False) -> int:
             "HMMA",
             "HGMMA",
             "IMMA",
+            "IGMMA",
             "128-bit loads",
         ]
     ]
     for k in ordered:
         counts = [k.registers, k.static_shared, k.stack, k.spills, sum(k.opcodes.values())]
-        counts += [*(k.opcodes.get(opcode, 0) for opcode in ("HMMA", "HGMMA", "IMMA")), k.wide_loads]
+        counts += [*(k.opcodes.get(opcode, 0) for opcode in ("HMMA", "HGMMA", "IMMA", "IGMMA")), k.wide_loads]
         rows.append([k.name, f"sm_{k.arch}", *map(str, counts)])
     print(format_table(rows))
     problems += kernel_problems(ordered)

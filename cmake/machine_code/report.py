@@ -26,7 +26,7 @@ def _row(name: str, arch: str, loop: LoopBounds) -> list[str]:
     cost = loop.cost
     numbers = [cost.instructions, cost.predicated, *(cost.pipes.get(pipe, 0) for pipe in PIPES)]
     numbers += [
-        sum(cost.pipes.get(pipe, 0) for pipe in ("hmma", "hgmma", "imma")),
+        sum(cost.pipes.get(pipe, 0) for pipe in ("hmma", "hgmma", "imma", "igmma")),
         cost.global_bytes,
         cost.shared_bytes,
     ]

@@ -69,7 +69,8 @@ int main() {
     open("w8a8");
     for (const int tokens : kTokens) {
       const auto p = cuda::plan_w8a8_gemm(tokens, kSize, kSize, device);
-      print_tile(p.tile.tokens, cuda::kW8a8Rows, p.tile.chunk, p.launch);
+      print_tile(p.tile.tokens, cuda::kW8a8Rows, p.tile.chunk, p.launch,
+                 device.arch == 90 && p.tile.tokens == cuda::kWidestW8a8Tokens);
     }
     close();
     open("attention");

@@ -204,13 +204,14 @@ def test_pipes_and_bytes() -> None:
     pipes = {
         "HMMA.16816.F32": "hmma", "IMMA.16832.S8.S8": "imma", "HFMA2.BF16_V2": "bf16", "HFMA2": "half",
         "IMAD.WIDE": "imad", "FFMA": "fp32", "LOP3.LUT": "alu", "F2FP.BF16.F32.PACK_AB": "alu", "MUFU.EX2": "mufu",
-        "HGMMA.64x256x16.F32.BF16": "hgmma", "I2F.S8": "mufu", "LDGSTS.E.BYPASS.128": "copy", "LDG.E.128": "load",
+        "HGMMA.64x256x16.F32.BF16": "hgmma", "IGMMA.64x256x32.S8.S8": "igmma", "I2F.S8": "mufu", "LDGSTS.E.BYPASS.128": "copy", "LDG.E.128": "load",
         "LDS.128": "shared load", "LDSM.16.M88.4": "shared load", "STS": "shared store", "SHFL.BFLY": "shuffle",
         "BSYNC": "branch", "UIADD3": "uniform",
     }  # fmt: skip
     assert {opcode: pipe_of(opcode) for opcode in pipes} == pipes
     sizes = {"LDG.E.128.CONSTANT": 16, "LDS.64": 8, "LDG.E": 4, "STG.E.U16": 2, "LDS.U8": 1, "LDSM.16.M88.4": 16}
     sizes["HGMMA.64x256x16.F32.BF16"] = (64 + 256) * 32 // 128  # two matrices, which four warps read together
+    sizes["IGMMA.64x256x32.S8.S8"] = 256 * 32 // 128  # the other is in registers
     assert {opcode: thread_bytes(opcode) for opcode in sizes} == sizes
 
 
@@ -273,6 +274,9 @@ def test_shares_of_copy_and_of_the_tensor_peak() -> None:
     products = cost_of(walk_of(HGMMA_64x256x16_F32_BF16=4), straight=False)
     wide = replace(wide, flop=4 * 2 * 16 * 256 * 16, l2_bytes=1)
     assert bound_of(products, wide, H100, 32).share == pytest.approx(0.96)
+    products = cost_of(walk_of(IGMMA_64x256x32_S8_S8=4), straight=False)
+    wide = replace(wide, flop=4 * 2 * 16 * 256 * 32)
+    assert bound_of(products, wide, H100, 32).share == pytest.approx(0.96)
 
 
 # ---- rounds of kernels ----
@@ -292,6 +296,9 @@ def test_round_of_a_product_of_warpgroups() -> None:
     (work,) = rounds_of("gemm_kernel<GemmWideKernel<DenseWeight<bf16>, bf16, 256, false>>", tiles) or []
     assert dict(work.work) == {"LDGSTS": 2048 // 512 + 4096 // 512, "HGMMA": 4}
     assert work.flop == 2 * 128 * 256 * 64 / 8
+    (work,) = rounds_of("w8a8_gemm_kernel<256>", {"w8a8": {256: Tile(128, 128, 256, 196608, warpgroups=True)}}) or []
+    assert dict(work.work) == {"LDGSTS": 2048 // 512 + 4096 // 512, "IGMMA": 4}
+    assert work.flop == 2 * 128 * 256 * 128 / 8
 
 
 def test_rounds_of_attention() -> None:
