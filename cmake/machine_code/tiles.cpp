@@ -69,8 +69,7 @@ int main() {
     open("w8a8");
     for (const int tokens : kTokens) {
       const auto p = cuda::plan_w8a8_gemm(tokens, kSize, kSize, device);
-      print_tile(p.tile.tokens, cuda::kW8a8Rows, p.tile.chunk, p.launch,
-                 device.arch == 90 && p.tile.tokens == cuda::kWidestW8a8Tokens);
+      print_tile(p.tile.tokens, cuda::kW8a8Rows, p.tile.chunk, p.launch, device.arch == 90 && p.tile.warpgroups());
     }
     close();
     open("attention");

@@ -13,9 +13,9 @@ namespace {
 
 template <int kTokens>
 struct W8a8Kernel {
-  using Products = std::conditional_t<kHasWgmma && w8a8_tile(kTokens).resident == 1, W8a8WarpgroupProducts<kTokens>,
-                                      W8a8WarpProducts<kTokens>>;
   using Shape = W8a8Shape<kTokens>;
+  using Products =
+      std::conditional_t<kHasWgmma && Shape::kWarpgroups, W8a8WarpgroupProducts<kTokens>, W8a8WarpProducts<kTokens>>;
   static constexpr int kAhead = Shape::kTile.stages - Products::kFreedBehind;
 
   const W8a8GemmParams& p;

@@ -14,6 +14,7 @@ struct W8a8Shape {
   static constexpr int kBlockBytes = kTileRows * kBlockInputs;
   static constexpr int kBlocks = kTile.chunk / kBlockInputs;
   static constexpr int kStageBytes = kTile.stage_bytes();
+  static constexpr bool kWarpgroups = kTile.warpgroups();
   static constexpr int kX = kW8a8Rows * kTile.chunk;  // the tokens' offset in a stage
 };
 

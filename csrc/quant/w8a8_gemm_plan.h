@@ -24,6 +24,10 @@ struct W8a8Tile {
   int stages;
   int resident;  // blocks that a multiprocessor's registers hold
 
+  // Whether wgmma multiplies, where there is one. It reads rows of 128 bytes; with fewer tokens mma does not bind.
+  constexpr bool warpgroups() const {
+    return tokens >= 64 && chunk == 128;
+  }
   constexpr int stage_bytes() const {
     return (kW8a8Rows + tokens) * chunk;
   }

@@ -1,4 +1,4 @@
-// The integer products of a chunk in shared memory (quant/w8a8_gemm.cu), by mma or, for the widest tile on Hopper, by
+// The integer products of a chunk in shared memory (quant/w8a8_gemm.cu), by mma or, for some tiles on Hopper, by
 // wgmma. The weight is the M side, as packed: a lane's 16 bytes of a block of 16 rows by 32 inputs are its A fragment.
 // Tokens are the N side.
 #pragma once
@@ -84,21 +84,23 @@ class W8a8WarpProducts {
     }
   }
 
-  // Products of all but the latest chunk are done.
+  // Until the products are done that read the stage which the next step frees.
   __device__ void wait() {}
   __device__ void finish() {}
 };
 
 // Each of two warpgroups multiplies 64 rows, the fragments in registers, by all tokens, which wgmma reads from shared
-// memory. A chunk's products are under way until the next chunk's have been issued, so that the tensor cores do not
-// wait for the barrier and the fragments. The registers of the fragments are therefore those of two chunks.
+// memory: twice, where warps read them eight times by ldmatrix. If the block is alone on its multiprocessor, a chunk's
+// products are under way until the next chunk's have been issued, so that the tensor cores do not wait for the barrier
+// and the fragments. The registers of the fragments are then those of two chunks.
 template <int kTokens>
 class W8a8WarpgroupProducts {
   using Shape = W8a8Shape<kTokens>;
   static_assert(Shape::kTile.chunk == 128);  // bytes of a row that wgmma reads
 
  public:
-  static constexpr int kFreedBehind = 2, kSets = 2;
+  static constexpr int kPending = Shape::kTile.resident == 1 ? 1 : 0;
+  static constexpr int kFreedBehind = 1 + kPending, kSets = 1 + kPending;
 
   W8a8Sums<1, kTokens / 8> sums{static_cast<int>(threadIdx.x) / kWarpSize, 0};
 
@@ -127,7 +129,7 @@ class W8a8WarpgroupProducts {
   }
 
   __device__ void wait() {
-    wgmma_wait<1>();
+    wgmma_wait<kPending>();
   }
 
   __device__ void finish() {

@@ -204,7 +204,8 @@ def test_pipes_and_bytes() -> None:
     pipes = {
         "HMMA.16816.F32": "hmma", "IMMA.16832.S8.S8": "imma", "HFMA2.BF16_V2": "bf16", "HFMA2": "half",
         "IMAD.WIDE": "imad", "FFMA": "fp32", "LOP3.LUT": "alu", "F2FP.BF16.F32.PACK_AB": "alu", "MUFU.EX2": "mufu",
-        "HGMMA.64x256x16.F32.BF16": "hgmma", "IGMMA.64x256x32.S8.S8": "igmma", "I2F.S8": "mufu", "LDGSTS.E.BYPASS.128": "copy", "LDG.E.128": "load",
+        "HGMMA.64x256x16.F32.BF16": "hgmma",
+        "IGMMA.64x256x32.S8.S8": "igmma", "I2F.S8": "mufu", "LDGSTS.E.BYPASS.128": "copy", "LDG.E.128": "load",
         "LDS.128": "shared load", "LDSM.16.M88.4": "shared load", "STS": "shared store", "SHFL.BFLY": "shuffle",
         "BSYNC": "branch", "UIADD3": "uniform",
     }  # fmt: skip

@@ -200,7 +200,7 @@ constexpr Named kKernels[] = {
     {"wgmma bfloat16 256", wgmma_kernel<__nv_bfloat16, 256, false, false>, 128, 40960},
     {"wgmma float16 64 registers", wgmma_kernel<__half, 64, true, false>, 128, 16384},
     {"wgmma bfloat16 128 registers transposed", wgmma_kernel<__nv_bfloat16, 128, true, true>, 128, 24576},
-    {"wgmma int8 128", wgmma_kernel<int8_t, 128, true, false>, 128, 24576},
+    {"wgmma int8 64", wgmma_kernel<int8_t, 64, true, false>, 128, 16384},
     {"wgmma int8 256", wgmma_kernel<int8_t, 256, true, false>, 128, 40960},
     {"wgmma float16 256 registers transposed", wgmma_kernel<__half, 256, true, true>, 128, 40960},
 };

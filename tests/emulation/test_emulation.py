@@ -215,7 +215,7 @@ def test_mma(dtype: torch.dtype, run_layout: Callable[..., Words]) -> None:
         "float16 64 registers",
         "bfloat16 128 registers transposed",
         "float16 256 registers transposed",
-        "int8 128",
+        "int8 64",
         "int8 256",
     ],
 )

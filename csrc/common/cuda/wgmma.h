@@ -171,10 +171,10 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], const uint32_t (&a)[4], u
 // sums are int32, d as above.
 template <int kColumns>
 __device__ inline void wgmma_int8(int32_t (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b, bool adds = true) {
-  static_assert(kColumns == 128 || kColumns == 256);
+  static_assert(kColumns == 64 || kColumns == 256);
 #define FASTINFER_INT8(SHAPE, kRegisters, OPERANDS, ADDS) \
   FASTINFER_WGMMA(SHAPE, "+r", kRegisters, OPERANDS ", adds", ADDS, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-  if constexpr (kColumns == 128) FASTINFER_INT8("m64n128k32.s32.s8.s8", 64, "{%64, %65, %66, %67}, %68", "%69");
+  if constexpr (kColumns == 64) FASTINFER_INT8("m64n64k32.s32.s8.s8", 32, "{%32, %33, %34, %35}, %36", "%37");
   if constexpr (kColumns == 256) FASTINFER_INT8("m64n256k32.s32.s8.s8", 128, "{%128, %129, %130, %131}, %132", "%133");
 #undef FASTINFER_INT8
 }
