@@ -84,7 +84,7 @@ class W8a8WarpProducts {
     }
   }
 
-  // Until the products are done that read the stage which the next step frees.
+  // Waits for the products that read the stage which the next step frees.
   __device__ void wait() {}
   __device__ void finish() {}
 };
