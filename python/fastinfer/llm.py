@@ -36,10 +36,11 @@ from fastinfer.models import (
     Model,
     load_model,
     load_weights,
+    load_whole_head,
     open_checkpoint,
     open_mtp_checkpoint,
 )
-from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.checkpoint import Checkpoint, ModelPart
 from fastinfer.models.config import Precision
 from fastinfer.models.fingerprint import fingerprint
 from fastinfer.models.image_encoder import image_encoder_of
@@ -223,10 +224,11 @@ class LLM:
         size = _choose_kv_cache_size(config, checkpoints, share, layer_places)
         if draft_model is not None:
             check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
+        has_head = any(checkpoint.config.has_features for checkpoint in checkpoints)
         defaults = sampling_defaults(checkpoints[0])
         ranks = task = None
         if config.num_ranks > 1:
-            task = RankTask(path, dtype, config, size, stages)
+            task = RankTask(path, dtype, config, size, stages, drops_rows=not has_head)
             ranks = start_ranks(task)
         with (
             _closed_on_error(ranks),
@@ -235,6 +237,8 @@ class LLM:
             loads: list[LoadWeights] = [load_weights] * len(checkpoints)
             if ranks is not None and task is not None:
                 loads[0] = partial(_load_part, task, ranks.group)
+                if has_head:
+                    loads[1] = partial(load_whole_head, sources[0])
             elif layer_places:
                 loads[0] = partial(load_placed, layer_places)
             elif share is not None and share.weights:
@@ -658,7 +662,7 @@ def _choose_kv_cache_size(
     elif config.num_ranks > 1 and config.device != "cpu":
         room = room_on_ranks(config, models[0], checkpoints[0].weight_bytes(config.device))
     else:
-        weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
+        weight_bytes = _weight_bytes(config, checkpoints)
         room = room_on(config, config.device, weight_bytes, None if share is None else share.memory(weight_bytes))
     size = kv_cache_size(config, models, room)
     if config.max_model_len is None and size.max_model_len < limit:
@@ -669,9 +673,17 @@ def _choose_kv_cache_size(
     return size
 
 
+def _weight_bytes(config: EngineConfig, checkpoints: list[Checkpoint]) -> int:
+    """Estimate the size of all weights; a draft head beside ranks has an embedding and an output layer of its own."""
+    size = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
+    if config.num_ranks > 1 and any(checkpoint.config.has_features for checkpoint in checkpoints):
+        size += checkpoints[0].part_bytes(config.device)[ModelPart(None)]
+    return size
+
+
 def _memory_needs(config: EngineConfig, size: KVCacheSize, checkpoints: list[Checkpoint]) -> str:
     """Describe the memory that a model and its KV cache need, for an error message."""
-    weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
+    weight_bytes = _weight_bytes(config, checkpoints)
     return (
         f"{checkpoints[0].path.name} needs {weight_bytes} bytes for its weights, {size.num_bytes} bytes for the KV "
         f"cache, and more for steps of max_num_seqs={config.max_num_seqs} and "

@@ -161,13 +161,13 @@ class Engine:
             if isinstance(draft_model, DraftHead) and self.draft_worker is not None:
                 assert isinstance(model, Decoder)
                 model = FeatureWriter(draft_model, self.draft_worker.kv_cache).tapped(model)
-            options["with_adapters"] = with_adapters
+            options |= {"with_adapters": with_adapters, "drops_rows": not has_head}
             if group is not None:
                 assert isinstance(model, Stage)
                 wait = None if ranks is None else ranks.wait_until_ready
                 self.worker: Worker = RankWorker(config, model, group=group, wait_until_loaded=wait, **options)
             else:
-                self.worker = Worker(config, model, drops_rows=not has_head, **options)
+                self.worker = Worker(config, model, **options)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
         self.speculator = make_speculator(config, self.draft_worker, draft_sampler)

@@ -48,7 +48,7 @@ class RankWorker(Worker):
         config: configuration of the engine.
         model: the part.
         size: size of the KV caches of all ranks together.
-        with_adapters, separates_roles: see :class:`Worker`.
+        with_adapters, separates_roles, drops_rows: see :class:`Worker`; the last is the same on all ranks.
         group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`. On GPUs all
             ranks make their workers at the same time, as steps are recorded together.
         wait_until_loaded: function that waits until all other ranks have loaded their parts again; only for rank 0.
@@ -66,6 +66,7 @@ class RankWorker(Worker):
         *,
         with_adapters: bool,
         separates_roles: bool,
+        drops_rows: bool,
         group: Group,
         wait_until_loaded: Callable[[], None] | None = None,
         load: Callable[[], Stage] | None = None,
@@ -81,6 +82,7 @@ class RankWorker(Worker):
             allocate=group.allocate_inputs,
             num_slots=num_teams,
             layers=model.indices,
+            drops_rows=drops_rows,
         )
         self._ranks = group
         team = group.rank // group.team.size

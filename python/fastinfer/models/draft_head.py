@@ -28,6 +28,7 @@ from fastinfer.models.column_join import ColumnJoin
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.kv_cache import KVCache, LayerCache
 from fastinfer.models.latent_attention import LatentAttention
+from fastinfer.models.moves import moved
 from fastinfer.models.norm import RMSNorm, factor_norm
 from fastinfer.weights.weight import Weight
 
@@ -134,13 +135,19 @@ class FeatureWriter:
         return model.with_taps({layer: partial(self._add, layer) for layer in self._head.feature_layers})
 
     def _add(self, layer: int, x: Tensor, batch: Batch) -> None:
-        self._outputs[layer] = x
+        self._outputs[layer] = self._at_head(x)
         layers = self._head.feature_layers
         if layer == layers[-1]:
             outputs = [self._outputs.pop(index) for index in layers]
             [cache] = self._kv_cache.layers
             assert isinstance(cache, LayerCache)
-            store_features(cache, self._head.features(outputs), batch.slot_mappings[cache.group])
+            slots = self._at_head(batch.slot_mappings[cache.group])
+            store_features(cache, self._head.features(outputs), slots)
+
+    def _at_head(self, x: Tensor) -> Tensor:
+        """Copy a tensor to the head's device, unless it is there: a layer may be on another one."""
+        device = self._head.feature_norm.weight.device
+        return x if x.device == device else moved(x, str(device))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 from fastinfer.models.attention_loader import load_attention
+from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import DecoderLayer
-from fastinfer.models.draft_head import EagleHead
+from fastinfer.models.draft_head import DraftHead, EagleHead
 from fastinfer.models.gguf_heads import GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint
@@ -67,6 +68,29 @@ def load_eagle_head(
         aux_norms=tuple(input_norm(f"fc_norm.{i}", hidden) for i in range(count)) if settings.has_aux_norms else (),
         norm_residual=settings.norm_residual,
     )
+
+
+def with_vocabulary(
+    head: DraftHead, checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str
+) -> DraftHead:
+    """Return a head with its own copies of the embedding and the output layer that it would share with its model.
+
+    A rank needs them that drafts alone for a model that is divided: the model's own are computed by all ranks together.
+
+    Args:
+        head: the head.
+        checkpoint: an open checkpoint of the model.
+        precision, max_model_len, device: see :func:`fastinfer.models.loader.load_decoder`.
+    """
+    loader = DecoderLoader(LayerReader(checkpoint, precision, device), max_model_len)
+    embedding, lm_head = head.embedding, head.lm_head
+    if embedding is None:
+        embedding = loader.embedding()
+    if lm_head is None:
+        is_shared = "lm_head" not in checkpoint and head.embedding is None
+        lm_head = embedding if is_shared else loader.lm_head() or loader.embedding()
+    checkpoint.release()
+    return replace(head, embedding=embedding, lm_head=lm_head)
 
 
 def load_mtp_head(
