@@ -83,7 +83,7 @@ class LLM:
             (``"cuda+cpu"``): docs/placement.md.
         draft_model: name or path of a smaller model with the same vocabulary, or of a draft head, that drafts tokens
             for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). ``"mtp"``
-            drafts with the model's own layer for multi-token prediction. Draft heads: docs/draft-heads.md. Without any
+            drafts with the model's own layers for multi-token prediction. Draft heads: docs/draft-heads.md. Without any
             of these, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
@@ -207,7 +207,7 @@ class LLM:
         path = hub.resolve(model)
         sources = [partial(open_checkpoint, path, precision.exact)]
         if draft_model == hub.MTP:
-            sources.append(partial(open_mtp_checkpoint, path, precision.exact))
+            sources.append(partial(open_mtp_checkpoint, path, precision.exact, num_speculative_tokens or 1))
         elif draft_model is not None:
             sources.append(partial(open_checkpoint, hub.resolve(draft_model), precision.exact))
         checkpoints = [source() for source in sources]

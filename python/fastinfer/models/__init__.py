@@ -189,12 +189,17 @@ def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
     return GGUFHeadCheckpoint(file, exact) if is_head else GGUFCheckpoint(file, exact)
 
 
-def open_mtp_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
-    """Open the layer for multi-token prediction in a model's checkpoint.
+def open_mtp_checkpoint(path: Path, exact: bool = False, max_layers: int | None = None) -> Checkpoint:
+    """Open the layers for multi-token prediction in a model's checkpoint.
 
-    Arguments and errors are those of :func:`open_checkpoint`, and:
+    Args:
+        path, exact: see :func:`open_checkpoint`.
+        max_layers: number of layers to read at most, from the first one on; ``None`` for all.
 
     Raises:
+        FastinferError: as for :func:`open_checkpoint`.
         RequestError: the checkpoint has no such layer.
     """
-    return HFMTPCheckpoint(path, exact) if path.is_dir() else GGUFMTPCheckpoint(open_gguf(path), exact)
+    if path.is_dir():
+        return HFMTPCheckpoint(path, exact, max_layers)
+    return GGUFMTPCheckpoint(open_gguf(path), exact, max_layers)

@@ -6,7 +6,8 @@ from fastinfer.models.attention_loader import load_attention
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import DecoderLayer
-from fastinfer.models.draft_head import DraftHead, EagleHead
+from fastinfer.models.draft_head import DraftHead
+from fastinfer.models.eagle_head import EagleHead
 from fastinfer.models.gguf_heads import GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint
@@ -14,7 +15,7 @@ from fastinfer.models.hf_mtp import HFMTPCheckpoint
 from fastinfer.models.layer_reader import LayerReader, Part
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.mlp_loader import load_mlp
-from fastinfer.models.mtp_head import MTPHead
+from fastinfer.models.mtp_head import MTPEnds, MTPHead
 from fastinfer.models.norm import NoNorm, RMSNorm
 from fastinfer.models.position_tables import PositionTables
 
@@ -96,24 +97,33 @@ def with_vocabulary(
 def load_mtp_head(
     checkpoint: HFMTPCheckpoint | GGUFMTPCheckpoint, precision: Precision, max_model_len: int | None, device: str
 ) -> MTPHead:
-    """Read a layer for multi-token prediction.
+    """Read layers for multi-token prediction.
 
     Arguments and errors are those of :func:`fastinfer.models.loader.load_decoder`.
     """
     reader, config = LayerReader(checkpoint, precision, device), checkpoint.config
     hidden = config.hidden_size
-    norm = reader.norm("norm")
-    assert isinstance(norm, RMSNorm)
+
+    def ends(layer: int) -> MTPEnds:
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(reader.vector(f"layers.{layer}.{name}", hidden), config.norm_eps)
+
+        fc = f"layers.{layer}.fc"
+        return MTPEnds(
+            token_norm=norm("token_norm"),
+            feature_norm=norm("feature_norm"),
+            fc=reader.weight((fc,), checkpoint.linear(fc, hidden, 2 * hidden), None),
+            norm=norm("norm"),
+        )
+
+    indices = range(config.num_layers)
     return MTPHead(
         config=config,
         dtype=precision.dtype,
         exact=precision.exact,
         embedding=None,
-        layers=DecoderLoader(reader, max_model_len).layers(range(1)),
-        norm=norm,
+        layers=DecoderLoader(reader, max_model_len).layers(indices),
+        norm=NoNorm(),
         lm_head=None,
-        token_norm=RMSNorm(reader.vector("token_norm", hidden), config.norm_eps),
-        feature_norm=RMSNorm(reader.vector("feature_norm", hidden), config.norm_eps),
-        norm_output=True,
-        fc=reader.weight(("fc",), checkpoint.linear("fc", hidden, 2 * hidden), None),
+        ends=tuple(map(ends, indices)),
     )
