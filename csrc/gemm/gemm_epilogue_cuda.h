@@ -12,7 +12,6 @@
 #include "common/cuda/vector_io.h"
 #include "elementwise/gated_inputs_cuda.h"
 #include "gemm/gemm.h"
-#include "gemm/gemm_norm_cuda.h"
 #include "gemm/gemm_plan.h"
 #include "gemm/gemm_position_cuda.h"
 
@@ -42,7 +41,6 @@ template <class T, int kTokens, int kWarpsRows, int kWarpsTokens, int kWarpsInpu
 struct GemmEpilogue {
   static constexpr int kThreads = kWarpsRows * kWarpsTokens * kWarpsInputs * kWarpSize;
   static constexpr int kRowTiles = kGemmRows / kTileRows / kWarpsRows, kTokenTiles = kTokens / 8 / kWarpsTokens;
-  static constexpr bool kNorm = kTokens <= kMostNormTokens && !kGrouped;
   static constexpr int kWidth = 8;  // sums that a thread takes at a time
 
   // The sums of a lane: mma's d for each row tile and eight tokens.
@@ -52,8 +50,8 @@ struct GemmEpilogue {
 
   const GemmParams& p;
   const GemmPosition<kGrouped> at;
-  float* const shared_sums;     // [warps_inputs, 8 warps_tokens, kSumsStride]
-  float* const shared_squares;  // [tokens], the sums of x's squares, if there is a norm
+  float* const shared_sums;  // [warps_inputs, 8 warps_tokens, kSumsStride]
+  int* const shared_flag;
   const int thread, lane, warp_rows, warp_tokens, warp_inputs;
   int first_chunk = 0;  // the unit's first, in the line of all chunks
   int first_worker = 0, pieces = 1;
@@ -62,7 +60,7 @@ struct GemmEpilogue {
       : p(params),
         at(params, tiles, unit),
         shared_sums(shared),
-        shared_squares(shared + kWarpsInputs * kWarpsTokens * 8 * kSumsStride),
+        shared_flag(reinterpret_cast<int*>(shared + kWarpsInputs * kWarpsTokens * 8 * kSumsStride)),
         thread(opaque(threadIdx.x)),
         lane(thread % kWarpSize),
         warp_rows(thread / kWarpSize % kWarpsRows),
@@ -96,8 +94,7 @@ struct GemmEpilogue {
         }
         __syncthreads();
       }
-      int* const flag = reinterpret_cast<int*>(shared_squares + kTokens);
-      if (!keep || !last_to_arrive(p.counters + at.unit, pieces, flag)) return;
+      if (!keep || !last_to_arrive(p.counters + at.unit, pieces, shared_flag)) return;
     }
   }
 
@@ -136,9 +133,6 @@ struct GemmEpilogue {
   __device__ bool gated() const {
     return p.activation != Activation::kNone;
   }
-  __device__ bool has_norm() const {
-    return kNorm && p.norm_weight.data != nullptr;
-  }
 
   __device__ void share_sums(const Sums& sums, int slice) const {
     const int lane = opaque(threadIdx.x) % kWarpSize;  // computed before, the place spills for sm_90a
@@ -157,8 +151,8 @@ struct GemmEpilogue {
     }
   }
 
-  // A worker has two slots in the workspace, each of sums [tokens, kSumsStride] and the tokens' sums of squares. The
-  // second is for a unit that it begins.
+  // A worker has two slots in the workspace, each of sums [tokens, kSumsStride]. The second is for a unit that it
+  // begins.
   __device__ float* slot(int worker) const {
     const int begins = worker * p.plan.worker_chunks <= first_chunk ? 1 : 0;
     return static_cast<float*>(p.workspace) + static_cast<int64_t>(2 * worker + begins) * p.plan.slot_floats;
@@ -189,40 +183,25 @@ struct GemmEpilogue {
       const float4 part{v.values[i], v.values[i + 1], v.values[i + 2], v.values[i + 3]};
       *reinterpret_cast<float4*>(to + token * kSumsStride + split_four(kGemmRows, row, i / 4)) = part;
     }
-    if (has_norm() && vector == 0) to[kTokens * kSumsStride + token] = shared_squares[token];
   }
 
-  // 1 / root mean square of x, divided by the norm weights' factor.
-  __device__ float norm_factor(bool gather, int token) const {
-    if (!has_norm()) return 1.0f;
-    float sum = 0.0f;
-    if (gather) {
-      for (int i = 0; i < pieces; ++i) sum += __ldcg(slot(first_worker + i) + kTokens * kSumsStride + token);
-    } else {
-      sum = shared_squares[token];
-    }
-    return rsqrtf(sum / static_cast<float>(p.k) + p.eps) / kNormScale<T>;
-  }
-
-  // Sums of eight rows from `row` of the unit on, normalised and with their bias.
-  __device__ Vector8 biased(bool gather, int slice_token, int token, int row, float factor) const {
+  // Sums of eight rows from `row` of the unit on, with their bias.
+  __device__ Vector8 biased(bool gather, int slice_token, int token, int row) const {
     Vector8 v = gather ? load_slots(token, row) : load_shared(slice_token, row);
     const int64_t first = first_row() + row, bias = kGrouped ? at.expert_tile.expert * p.n + first : first;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      v.values[i] *= factor;
       if (p.bias.data != nullptr && first + i < p.n) v.values[i] += vector_arg<T>(p.bias, bias + i);
     }
     return v;
   }
 
   __device__ void finish(bool gather, int slice_token, int token, int vector) const {
-    const float factor = norm_factor(gather, token);
     // With an activation, 16 rows of the gate alternate with 16 rows of up.
     const int row = gated() ? vector / 2 * 2 * kTileRows + vector % 2 * kWidth : vector * kWidth;
-    Vector8 v = biased(gather, slice_token, token, row, factor);
+    Vector8 v = biased(gather, slice_token, token, row);
     if (gated()) {
-      const Vector8 up = biased(gather, slice_token, token, row + kTileRows, factor);
+      const Vector8 up = biased(gather, slice_token, token, row + kTileRows);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v.values[i] = activate_and_mul(p.activation, v.values[i], up.values[i]);
     }

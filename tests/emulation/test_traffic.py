@@ -25,7 +25,6 @@ KNOWN_COSTS = {
     "shared gemm/gemm_mins_cuda.h add": 4.0,
     # Eight fp32 to a lane, 32 bytes apart: what the first 16 bytes leave the second ones find in the L1.
     "global quant/w8a8_gemm_epilogue_cuda.h load_values": 2.0,
-    "global gemm/gemm_norm_cuda.h load": 2.0,
     "global norm/layer_norm.cu layer_norm_kernel": 2.0,
     "global norm/rms_norm.cu rms_norm_kernel": 2.0,
     "global rotary/latent_rotary_store.cu store_row": 2.0,

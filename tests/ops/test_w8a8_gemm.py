@@ -100,7 +100,7 @@ def test_extreme_sums_are_exact(tokens: int, sign: int, device: str) -> None:
     case.scales.fill_(1)
     case.x_scales.fill_(1)
     out = run_and_check(case)
-    assert_bitwise(out, (case.x.long() @ case.q.long().T).float())
+    assert_bitwise(out, (case.x.double() @ case.q.double().T).float())
 
 
 @pytest.mark.parametrize("tokens", [1, 19])

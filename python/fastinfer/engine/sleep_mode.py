@@ -1,5 +1,6 @@
 """Freeing an idle engine's memory, and getting it back."""
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -92,6 +93,7 @@ class SleepMode:
             self._offloading.host.clear()  # the files may hold other weights when they are loaded again
         for worker in self._workers:
             worker.release(with_model=level == 2)
+        gc.collect()  # runners and their graphs refer to each other, and hold the weights
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
