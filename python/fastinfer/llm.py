@@ -540,13 +540,14 @@ class LLM:
         """Get back what :meth:`sleep` has freed; does nothing if nothing has been.
 
         If it raises an error, it may be called again. Only if pinned prompts could not be computed, everything else is
-        back, and these prompts are lost.
+        back, and these prompts are lost. If another rank could not load its part, load the model anew: all later calls
+        raise the same error.
 
         Raises:
             OutOfMemoryError: the device has too little memory now.
             RequestError: the files now hold another model.
             FastinferError: the files cannot be read any more.
-            RuntimeError: pinned prompts could not be computed.
+            RuntimeError: pinned prompts could not be computed, or another rank could not load its part.
         """
         with self._shared.lock:
             self.engine.wake_up()

@@ -23,6 +23,7 @@ from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.shared_block import SharedBlock
 from fastinfer.engine.worker import Worker, adapter_ids_of
+from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.parallel.group import MAX_MESSAGES, Group
 from fastinfer.parallel.messages import Message
@@ -180,7 +181,10 @@ class RankWorker(Worker):
         super().reload(model)
         assert self._wait_until_loaded is not None
         self._send([Message.RELOAD])
-        self._wait_until_loaded()  # which has no deadline
+        try:
+            self._wait_until_loaded()  # which has no deadline
+        except RequestError as error:  # the rank has ended, and with it the group
+            raise RuntimeError(self._ranks.end_message(error)) from None
         self.complete_all()
 
     def restore(self) -> None:

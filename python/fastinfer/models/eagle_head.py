@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from fastinfer.errors import RequestError
 from fastinfer.models.column_join import ColumnJoin
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.draft_head import DraftHead
@@ -82,5 +83,11 @@ class EagleHead(DraftHead):
 
 
 def usual_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the layers whose inputs a head reads that names none: an early, a middle and a late one."""
+    """Return the layers whose inputs a head reads that names none: an early, a middle and a late one.
+
+    Raises:
+        RequestError: the model has too few layers for three different ones.
+    """
+    if num_layers < 7:
+        raise RequestError(f"a draft head that names no layers needs a model of at least 7 layers, got {num_layers}")
     return 2, num_layers // 2, num_layers - 3
