@@ -100,7 +100,10 @@ class SleepMode:
     def wake_up(self) -> None:
         """Get everything back; if this raises an error, the engine sleeps on and may be woken up later.
 
+        Only if another rank could not load its part, the engine is lost.
+
         Raises:
+            RuntimeError: another rank could not load its part now or at an earlier call.
             RequestError: the files now hold another model.
         """
         if not all(worker.has_model for worker in self._workers):
