@@ -79,7 +79,7 @@ CASES = {
     "bench --model nowhere": "model 'nowhere'",
     "bench throughput --model nowhere": "model 'nowhere'",
     "bench ablation --model nowhere": "model 'nowhere'",
-    "quantize model.gguf --method nf4 --out new": "expected a folder of safetensors files",
+    "quantize nowhere.gguf --method nf4 --out new": "model 'nowhere.gguf'",
     "quantize model --method gptq --out new": "--calibration: gptq needs a text, got none",
     "quantize model --method rtn --calibration nowhere.txt --out new": "nowhere.txt: No such file",
     "quantize model --method rtn --evaluation binary.txt --out new": "binary.txt: expected text in UTF-8",

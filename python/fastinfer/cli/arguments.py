@@ -106,7 +106,9 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer quantize``."""
-    parser.add_argument("model", metavar="MODEL", help="a folder of safetensors files, or org/repo on the hub")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder of safetensors files, a GGUF file, or org/repo on the hub"
+    )
     parser.add_argument("--method", required=True, choices=METHODS)
     parser.add_argument("--bits", type=count(2), metavar="N", help="bits of a weight; default: depends on the method")
     parser.add_argument(

@@ -118,9 +118,7 @@ def check_quantize(args: argparse.Namespace) -> None:
         if path is not None:
             read_text(path)
     check_new_folder("--out", Path(args.out))
-    source = hub.resolve(args.model)
-    if not source.is_dir():
-        raise RequestError(f"model: expected a folder of safetensors files, got {source}")
+    hub.resolve(args.model)
 
 
 def check_train_head(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.shared_block import SharedBlock
-from fastinfer.engine.worker import Worker, adapter_ids_of
+from fastinfer.engine.worker import CachePart, Worker, adapter_ids_of
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.parallel.group import MAX_MESSAGES, Group
@@ -95,7 +95,8 @@ class RankWorker(Worker):
         self._sent: deque[list[int]] = deque()
         self._done: deque[_Done] = deque()
         self._taken = 0  # slot of the step that was taken last
-        self._block = SharedBlock(group, super().block_bytes) if config.has_offloading else None
+        own_bytes = super().part_bytes
+        self._blocks = [SharedBlock(group, own_bytes(part)) for part in CachePart if config.has_offloading]
         self._wait_until_loaded, self._load = wait_until_loaded, load
         self._adapters = model.adapters
         if isinstance(self._adapters, ShardedAdapterSlots):
@@ -158,19 +159,18 @@ class RankWorker(Worker):
             blocks = [block for pair in pairs[begin : begin + PAIRS_PER_MESSAGE] for block in pair]
             self._send([Message.COPY_BLOCKS, group, *blocks])
 
-    @property
-    def block_bytes(self) -> int:
-        return self._shared_block.num_bytes
+    def part_bytes(self, part: CachePart) -> int:
+        return self._blocks[part].num_bytes
 
-    def read_block(self, block: int) -> Tensor:
-        self._send([Message.READ_BLOCK, block])
+    def read_part(self, part: CachePart, index: int) -> Tensor:
+        self._send([Message.READ_PART, part, index])
         self._carry_out_all()
-        return self._shared_block.memory.clone()
+        return self._blocks[part].memory.clone()
 
-    def write_block(self, block: int, data: Tensor) -> None:
+    def write_part(self, part: CachePart, index: int, data: Tensor) -> None:
         # Nobody reads the memory now: all other ranks had carried out the last such message before rank 0 did.
-        self._shared_block.memory.copy_(data)
-        self._send([Message.WRITE_BLOCK, block])
+        self._blocks[part].memory.copy_(data)
+        self._send([Message.WRITE_PART, part, index])
         self._carry_out_all()
 
     def release(self, *, with_model: bool) -> None:
@@ -202,11 +202,6 @@ class RankWorker(Worker):
         logits = self._carry_out_all()
         assert logits is not None
         return logits
-
-    @property
-    def _shared_block(self) -> SharedBlock:
-        assert self._block is not None, "there are no stores of blocks"
-        return self._block
 
     def _send(self, words: list[int]) -> None:
         """Send a message, once so many earlier ones are carried out that no other rank waits for this one to do so."""
@@ -252,11 +247,12 @@ class RankWorker(Worker):
         elif kind == Message.COPY_BLOCKS:
             group, *blocks = words
             super().copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
-        elif kind == Message.READ_BLOCK:
-            self._shared_block.own.copy_(super().read_block(*words))
-        elif kind == Message.WRITE_BLOCK:
-            [block] = words
-            super().write_block(block, self._shared_block.own)
+        elif kind == Message.READ_PART:
+            part, index = words
+            self._blocks[part].own.copy_(super().read_part(CachePart(part), index))
+        elif kind == Message.WRITE_PART:
+            part, index = words
+            super().write_part(CachePart(part), index, self._blocks[part].own)
         elif kind == Message.RELEASE:
             self._hidden = [None] * self.num_slots
             super().release(with_model=bool(*words))

@@ -88,6 +88,8 @@ class SleepMode:
         self.level = level  # from here on wake_up() repairs what was left half done
         for sequence in pinned:
             self._block_manager.free(sequence)
+        if self._offloading is not None:
+            self._offloading.save()  # of requests that ended since the last step
         self._block_manager.reset_prefix_cache()
         if level == 2 and self._offloading is not None and self._offloading.host is not None:
             self._offloading.host.clear()  # the files may hold other weights when they are loaded again
