@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from machine_code.cost import Cost
-from machine_code.gpus import ISSUE_SLOTS, SHARED_BYTES_PER_CLOCK, USABLE_ISSUE, Gpu
+from machine_code.gpus import HMMA_FLOP, HOPPER_WGMMA, ISSUE_SLOTS, SHARED_BYTES_PER_CLOCK, USABLE_ISSUE, Gpu
 from machine_code.rounds import Round
 
 MEMORY = "memory"
@@ -27,6 +27,8 @@ def clocks_of(cost: Cost, work: Round, gpu: Gpu, registers: int, static_shared: 
         "bf16"
     ]
     clocks["tensor"] = (pipes.get("hmma", 0) / gpu.hmma + pipes.get("imma", 0) / gpu.imma) / gpu.mma_share
+    if "hgmma" in pipes:
+        clocks["tensor"] = work.flop / HMMA_FLOP / gpu.hmma / HOPPER_WGMMA
     clocks["issue"] = cost.instructions / ISSUE_SLOTS / USABLE_ISSUE
     shuffles = SHARED_BYTES_PER_CLOCK * pipes.get("shuffle", 0)
     clocks["shared memory"] = (cost.shared_bytes + shuffles) / SHARED_BYTES_PER_CLOCK

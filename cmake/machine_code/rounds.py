@@ -49,7 +49,7 @@ def gemm(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
     products = tile.rows * tile.chunk * tokens // (16 * 16 * 8) // tile.warps
     copies = weight // COPY + x // COPY + (not dense)
     yield Round(
-        work=(("LDGSTS", copies), ("HMMA", products)),
+        work=(("LDGSTS", copies), ("HGMMA", tile.chunk // 16) if tile.warpgroups else ("HMMA", products)),
         bytes=weight + scales,
         l2_bytes=weight + scales + x,
         flop=products * HMMA_FLOP,

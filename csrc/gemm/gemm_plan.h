@@ -99,12 +99,12 @@ constexpr GemmStage gemm_stage(WeightFormat format, int tokens, int chunk) {
   return {.x = x, .scales = x + tokens * row_bytes};
 }
 
-// Shared memory after the pipeline: the sums of 8 tokens of every warp on their way out, and a flag.
+// Shared memory after the pipeline: the sums of 8 tokens of every warp on their way out.
 inline constexpr int kSumsStride =
     2 * split_half(kGemmRows) - 4;  // the stride of a token's sums, placed by split_place
 constexpr int gemm_sums_bytes(const GemmTile& tile) {
   const int sums = tile.warps_inputs * tile.warps_tokens * 8 * kSumsStride;
-  return (sums + 4) * 4;
+  return sums * 4;
 }
 
 // Blocks that a multiprocessor's registers hold. Wide tiles have 128 sums in every thread; and packed formats, which
@@ -123,8 +123,8 @@ constexpr GemmTile gemm_tile(WeightFormat format, int tokens) {
   return {tokens, chunk, 4, 1, 2};
 }
 
-// Many tokens (gemm_wide_kernel_cuda.h): bound by the tensor cores if every warp has 64 rows by 64 tokens, which reads
-// shared memory least often. Warps that 128 tokens leave over share out the inputs.
+// Many tokens (gemm_wide_kernel_cuda.h): bound by the tensor cores if every warp has 64 rows by 64 tokens, which with
+// mma reads shared memory least often. Warps that 128 tokens leave over share out the inputs.
 constexpr GemmTile wide_tile(int tokens) {
   return {tokens, 64, 2, tokens / 64, 256 / tokens};
 }

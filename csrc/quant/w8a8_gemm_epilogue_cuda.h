@@ -52,10 +52,10 @@ struct W8a8Epilogue {
     int32_t* const slots = p.sums + static_cast<int64_t>(blockIdx.x) * splits * slot_ints;
     int32_t* const own = slots + static_cast<int64_t>(blockIdx.y) * slot_ints;
     each_four([&](int4* shared, int i) { *reinterpret_cast<int4*>(own + i) = *shared; });
-    if (!last_to_arrive(p.counters + blockIdx.x, splits, sums + p.w8a8_plan.tile.tokens * kW8a8SumsStride))
-      return false;
+    if (!last_to_arrive(p.counters + blockIdx.x, splits)) return false;
     each_four([&](int4* shared, int i) {
       int4 sum{};
+#pragma unroll 4  // loads at once
       for (int s = 0; s < splits; ++s) {
         const int4 part = __ldcg(reinterpret_cast<const int4*>(slots + static_cast<int64_t>(s) * slot_ints + i));
         sum.x += part.x;

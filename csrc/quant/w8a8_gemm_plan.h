@@ -26,9 +26,9 @@ struct W8a8Tile {
   constexpr int stage_bytes() const {
     return (kW8a8Rows + tokens) * chunk;
   }
-  // The sums leave through the same memory, with a flag behind them.
+  // The sums leave through the same memory.
   constexpr int shared_bytes() const {
-    return std::max(stages * stage_bytes(), (tokens * kW8a8SumsStride + 4) * 4);
+    return std::max(stages * stage_bytes(), tokens * kW8a8SumsStride * 4);
   }
 };
 

@@ -1,8 +1,10 @@
 """Steps on a GPU, captured as CUDA graphs when the engine starts."""
 
+import gc
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -162,16 +164,17 @@ class CUDAGraphs:
         self._hidden = torch.empty_like(hidden)
         self._logits = torch.empty_like(self._compute_logits(hidden, batch), dtype=torch.float32)
         pool = None
-        for size in tqdm(sizes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
-            try:
-                graph = capture(self._make_step(size), pool)
-            except RuntimeError as error:
-                if not self.failed:
-                    warnings.warn(f"{NOT_CAPTURED}: {error}", stacklevel=2)
-                self.failed.add(size)
-            else:
-                pool = graph.pool()
-                self._graphs[size] = graph
+        with without_garbage_collection():
+            for size in tqdm(sizes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
+                try:
+                    graph = capture(self._make_step(size), pool)
+                except RuntimeError as error:
+                    if not self.failed:
+                        warnings.warn(f"{NOT_CAPTURED}: {error}", stacklevel=2)
+                    self.failed.add(size)
+                else:
+                    pool = graph.pool()
+                    self._graphs[size] = graph
 
     def _make_step(self, size: BatchSize) -> Callable[[], None]:
         """Return a function that computes a step of this size and copies the results to the common tensors."""
@@ -193,6 +196,22 @@ def _smallest(buckets: list[int], count: int) -> int | None:
     """Return the smallest bucket that holds as many; ``None`` if none does."""
     index = bisect_left(buckets, count)
     return buckets[index] if index < len(buckets) else None
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collect garbage before the block, and none in it.
+
+    To destroy the graphs of an engine that is gone is among the calls that break a capture.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def capture(step: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
