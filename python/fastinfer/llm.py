@@ -118,7 +118,7 @@ class LLM:
         UnsupportedModelError: the model's architecture is not implemented.
         RequestError: an argument is out of range, or memory is too small for ``max_model_len``.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Steps on a GPU, captured as CUDA graphs when the engine starts. Not yet run on a GPU."""
+"""Steps on a GPU, captured as CUDA graphs when the engine starts."""
 
 import gc
 import warnings

@@ -103,7 +103,7 @@ def load_model(
         source: a ``.gguf`` file, a folder of safetensors files with their ``config.json``, or one of them opened by
             :func:`open_checkpoint` for the same dtype and device.
         dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"`` (not yet run on a GPU), or ``"auto"``.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``, or ``"auto"``.
         max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
         load: function that loads the weights; :func:`load_weights` by default.
 

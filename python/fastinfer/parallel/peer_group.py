@@ -1,4 +1,4 @@
-"""GPUs of one machine that address each other's memory; not yet run on a GPU."""
+"""GPUs of one machine that address each other's memory; not yet run on several GPUs."""
 
 import json
 from collections.abc import Sequence
