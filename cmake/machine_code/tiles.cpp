@@ -48,8 +48,7 @@ static void print_gemm(WeightFormat format, const cuda::Device& device, int expe
   for (const int tokens : kTokens) {
     const int64_t m = int64_t{tokens} * std::max(experts, 1);
     const auto p = cuda::gemm_plan(format, m, kSize, kSize, kGroup, device, experts);
-    const bool warpgroups =
-        device.arch == 90 && format == WeightFormat::kDense && p.tile.tokens > cuda::kMostExactTokens;
+    const bool warpgroups = device.arch == 90 && p.tile.tokens > cuda::kMostExactTokens;
     print_tile(p.tile.tokens, cuda::kGemmRows, p.tile.chunk, p.launch, warpgroups);
   }
 }
