@@ -133,8 +133,9 @@ def paged_latent_attention(name: re.Match[str], tiles: Tiles) -> Iterator[Round]
 
 
 def sample(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
-    """The pass over a row of fp32 logits that finds the maximum and the sum of exponentials."""
-    yield Round(work=(("LDG.E.128", 1), ("MUFU.EX2", 4), ("FMNMX", 3)), bytes=COPY, l2_bytes=COPY, threads=1024)
+    """A warp's share of a part of fp32 logits without filters: its maximum and the sum of exponentials."""
+    work = (("LDG.E.128", 8), ("MUFU.EX2", 32), ("FMNMX", 31))
+    yield Round(work=work, bytes=8 * COPY, l2_bytes=8 * COPY, threads=256, straight=True)
 
 
 def straight(loads: float, stores: float, reads: int | None = None, more: Work = (), block: int = 256) -> RoundsOf:
