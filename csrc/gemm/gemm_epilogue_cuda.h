@@ -37,11 +37,15 @@ __device__ inline float activate_and_mul(Activation activation, float gate, floa
   return activate(activation, inputs.gate, inputs.gain) * inputs.up;
 }
 
-template <class T, int kTokens, int kWarpsRows, int kWarpsTokens, int kWarpsInputs, bool kGrouped>
+// kSliceTiles: eights of every warp's tokens that go through shared memory at a time.
+template <class T, int kTokens, int kWarpsRows, int kWarpsTokens, int kWarpsInputs, bool kGrouped, int kSliceTiles = 1>
 struct GemmEpilogue {
   static constexpr int kThreads = kWarpsRows * kWarpsTokens * kWarpsInputs * kWarpSize;
   static constexpr int kRowTiles = kGemmRows / kTileRows / kWarpsRows, kTokenTiles = kTokens / 8 / kWarpsTokens;
   static constexpr int kWidth = 8;  // sums that a thread takes at a time
+  static constexpr int kWarpTokens = 8 * kSliceTiles, kSliceTokens = kWarpTokens * kWarpsTokens;  // of a slice
+  static constexpr int kSumsFloats = kWarpsInputs * kSliceTokens * kSumsStride;
+  static constexpr int kSharedBytes = kSumsFloats * 4;
 
   // The sums of a lane: mma's d for each row tile and eight tokens.
   struct Sums {
@@ -50,7 +54,7 @@ struct GemmEpilogue {
 
   const GemmParams& p;
   const GemmPosition<kGrouped> at;
-  float* const shared_sums;  // [warps_inputs, 8 warps_tokens, kSumsStride]
+  float* const shared_sums;  // [warps_inputs, slice_tokens, kSumsStride]
   const int thread, lane, warp_rows, warp_tokens, warp_inputs;
   int first_chunk = 0;  // the unit's first, in the line of all chunks
   int first_worker = 0, pieces = 1;
@@ -74,12 +78,12 @@ struct GemmEpilogue {
     const bool cut = !kGrouped && pieces > 1;
     const int vectors = kGemmRows / kWidth / (gated() && !cut ? 2 : 1);
 #pragma unroll 1
-    for (int slice = 0; slice < kTokenTiles; ++slice) {
+    for (int slice = 0; slice < kTokenTiles / kSliceTiles; ++slice) {
       share_sums(sums, slice);
       __syncthreads();
       for (int i = thread; i < kSliceTokens * vectors; i += kThreads) {
         const int slice_token = i / vectors, vector = i % vectors;
-        const int token = (slice_token / 8 * kTokenTiles + slice) * 8 + slice_token % 8;
+        const int token = slice_token / kWarpTokens * kTokenTiles * 8 + slice * kWarpTokens + slice_token % kWarpTokens;
         if (first_token() + token >= end_token()) continue;
         if (cut) {
           keep_sums(slice_token, token, vector);
@@ -93,8 +97,6 @@ struct GemmEpilogue {
   }
 
  private:
-  static constexpr int kSliceTokens = 8 * kWarpsTokens;  // eight of every warp go through shared memory at a time
-
   struct Vector8 {
     float values[kWidth] = {};
 
@@ -130,16 +132,17 @@ struct GemmEpilogue {
 
   __device__ void share_sums(const Sums& sums, int slice) const {
     const int lane = opaque(threadIdx.x) % kWarpSize;  // computed before, the place spills for sm_90a
-    float* to = shared_sums + (warp_inputs * kSliceTokens + warp_tokens * 8 + lane % 4 * 2) * kSumsStride +
+    float* to = shared_sums + (warp_inputs * kSliceTokens + warp_tokens * kWarpTokens + lane % 4 * 2) * kSumsStride +
                 warp_rows * (kRowTiles * kTileRows / 2) + split_place(kGemmRows, lane / 4);
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {  // registers have no index: a branch for each
-      if (n != slice) continue;
+      if (n / kSliceTiles != slice) continue;
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          to[i % 2 * kSumsStride + split_place(kGemmRows, r * kTileRows + i / 2 * 8)] = sums.value[r][n][i];
+          to[(n % kSliceTiles * 8 + i % 2) * kSumsStride + split_place(kGemmRows, r * kTileRows + i / 2 * 8)] =
+              sums.value[r][n][i];
         }
       }
     }

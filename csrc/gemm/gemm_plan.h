@@ -123,8 +123,8 @@ constexpr GemmTile gemm_tile(WeightFormat format, int tokens) {
   return {tokens, chunk, 4, 1, 2};
 }
 
-// Many tokens (gemm_wide_kernel_cuda.h): bound by the tensor cores if every warp has 64 rows by 64 tokens, which reads
-// shared memory least often. Warps that 128 tokens leave over share out the inputs.
+// Many tokens (gemm_wide_kernel_cuda.h): bound by the tensor cores if every warp has 64 rows by 64 tokens, which with
+// mma reads shared memory least often. Warps that 128 tokens leave over share out the inputs.
 constexpr GemmTile wide_tile(int tokens) {
   return {tokens, 64, 2, tokens / 64, 256 / tokens};
 }

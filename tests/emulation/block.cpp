@@ -309,11 +309,11 @@ void Block::fence_async_shared() {
   thread_->copied = thread_->published = false;
 }
 
-void Block::issue(Product product, float* d, size_t count, bool adds, Site site) {
+void Block::issue(Product product, void* d, size_t bytes, bool adds, Site site) {
   if (thread_->copied || unfenced_ > 0)
     fail("copies without fence_async_shared before the product at " + describe(site));
   product.thread = thread_->index;
-  thread_->products.issue(product, d, count, adds, site);
+  thread_->products.issue(product, d, bytes, adds, site);
 }
 
 void Block::atomic_operation(const void* p) {

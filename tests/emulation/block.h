@@ -81,7 +81,7 @@ class Block {
   void yield();
   void fence();
   void fence_async_shared();
-  void issue(Product product, float* d, size_t count, bool adds, Site site);
+  void issue(Product product, void* d, size_t bytes, bool adds, Site site);
   void atomic_operation(const void* p);
   [[noreturn]] void fail(const std::string& message);
 

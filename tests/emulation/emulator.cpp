@@ -149,8 +149,8 @@ void fence_products() {
   Block::current().thread().products.fence();
 }
 
-void issue(Product product, float* d, size_t count, bool adds, Site site) {
-  Block::current().issue(product, d, count, adds, site);
+void issue(Product product, void* d, size_t bytes, bool adds, Site site) {
+  Block::current().issue(product, d, bytes, adds, site);
 }
 
 void commit_products() {

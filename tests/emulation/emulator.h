@@ -85,11 +85,11 @@ struct Product {
   unsigned thread = 0;
   uint32_t a_quad[4][4] = {};  // or a in registers: those of the four lanes that hold the same rows
   uint64_t a = 0, b = 0;       // matrices in shared memory
-  void (*add_half)(const Product& product, float* sums, int half) = nullptr;
+  void (*add_half)(const Product& product, void* sums, int half) = nullptr;
 };
 void share_in_quad(const uint32_t (&own)[4], uint32_t (&all)[4][4], Site site);  // a collective
 void fence_products();
-void issue(Product product, float* d, size_t count, bool adds, Site site);
+void issue(Product product, void* d, size_t bytes, bool adds, Site site);
 void commit_products();
 void wait_for_products(size_t pending);
 

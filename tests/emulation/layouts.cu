@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string_view>
+#include <type_traits>
 
 namespace fastinfer::cuda {
 namespace {
@@ -107,8 +108,8 @@ __global__ void cp_async_kernel(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = words[i];
 }
 
-// in [a 64 rows of k, then b], 16-bit elements in swizzled rows of 128 bytes, out [128, kColumns / 2]. Four products,
-// so k is 64: into d that a first one has written, in two groups. Without wgmma nothing is written.
+// in [a 64 rows of k, then b], in swizzled rows of 128 bytes, out [128, kColumns / 2]. Four products, so k is 64, or
+// 128 of int8: into d that a first one has written, in two groups. Without wgmma nothing is written.
 template <class T, int kColumns, bool kRegisters, bool kTransposed>
 __global__ void wgmma_kernel(const uint32_t* in, uint32_t* out) {
   if constexpr (kHasWgmma) {
@@ -125,13 +126,16 @@ __global__ void wgmma_kernel(const uint32_t* in, uint32_t* out) {
     for (int i = 0; i < 4; ++i) {
       ldmatrix(fragments[i], shared + row * 128 + ((i * 32 + lane / 16 * 16) ^ row % 8 * 16));
     }
-    float d[kColumns / 2];
-    for (float& sum : d) sum = 1.0f;
+    constexpr bool kInt8 = std::is_same_v<T, int8_t>;
+    std::conditional_t<kInt8, int32_t, float> d[kColumns / 2];
+    for (auto& sum : d) sum = 1;
     wgmma_fence(d, fragments);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint64_t rows = b + i * (kTransposed ? 2048 : 32) / 16;
-      if constexpr (kRegisters) {
+      if constexpr (kInt8) {
+        wgmma_int8<kColumns>(d, fragments[i], rows, i > 0);
+      } else if constexpr (kRegisters) {
         wgmma<T, kColumns, kTransposed>(d, fragments[i], rows, i > 0);
       } else {
         wgmma<T, kColumns>(d, a + i * 32 / 16, rows, i > 0);
@@ -140,7 +144,13 @@ __global__ void wgmma_kernel(const uint32_t* in, uint32_t* out) {
     }
     wgmma_wait<1>();
     wgmma_wait<0>(d);
-    for (int i = 0; i < kColumns / 2; ++i) out[threadIdx.x * (kColumns / 2) + i] = __float_as_uint(d[i]);
+    for (int i = 0; i < kColumns / 2; ++i) {
+      if constexpr (kInt8) {
+        out[threadIdx.x * (kColumns / 2) + i] = static_cast<uint32_t>(d[i]);
+      } else {
+        out[threadIdx.x * (kColumns / 2) + i] = __float_as_uint(d[i]);
+      }
+    }
   }
 }
 
@@ -190,6 +200,8 @@ constexpr Named kKernels[] = {
     {"wgmma bfloat16 256", wgmma_kernel<__nv_bfloat16, 256, false, false>, 128, 40960},
     {"wgmma float16 64 registers", wgmma_kernel<__half, 64, true, false>, 128, 16384},
     {"wgmma bfloat16 128 registers transposed", wgmma_kernel<__nv_bfloat16, 128, true, true>, 128, 24576},
+    {"wgmma int8 64", wgmma_kernel<int8_t, 64, true, false>, 128, 16384},
+    {"wgmma int8 256", wgmma_kernel<int8_t, 256, true, false>, 128, 40960},
     {"wgmma float16 256 registers transposed", wgmma_kernel<__half, 256, true, true>, 128, 40960},
 };
 

@@ -14,15 +14,15 @@ class Products {
   void fence() {
     fenced_ = true;
   }
-  void issue(const Product& product, float* d, size_t count, bool adds, Site site);
+  void issue(const Product& product, void* d, size_t bytes, bool adds, Site site);
   void commit();
   void wait(size_t pending);
 
  private:
   // Registers that products add to; the registers themselves are poison meanwhile.
   struct Sums {
-    float* d;
-    std::vector<float> values;
+    void* d;
+    std::vector<std::byte> values;
     size_t products;  // under way
     Site site;
   };
@@ -30,7 +30,7 @@ class Products {
     Product product;
     Sums* sums;
   };
-  Sums& begin(float* d, size_t count, bool adds, Site site);
+  Sums& begin(void* d, size_t bytes, bool adds, Site site);
   void finish(const Issued& issued);
 
   std::vector<Issued> issued_;               // not committed

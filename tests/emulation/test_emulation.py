@@ -103,7 +103,7 @@ def test_unknown_order_of_blocks_is_refused() -> None:
 
 
 def declarations(path: Path) -> dict[str, set[str]]:
-    """Function names of a header of instructions with the types of their parameters, without the emulator's ``Site``."""
+    """Function names of a header with the types of their parameters, without the emulator's ``Site``."""
     text = re.sub(r"namespace detail \{.*?\n\}  // namespace detail", "", path.read_text(), flags=re.DOTALL)
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r",?\s*Site site(?: = Site::current\(\))?", "", text)
@@ -215,24 +215,27 @@ def test_mma(dtype: torch.dtype, run_layout: Callable[..., Words]) -> None:
         "float16 64 registers",
         "bfloat16 128 registers transposed",
         "float16 256 registers transposed",
+        "int8 64",
+        "int8 256",
     ],
 )
 def test_wgmma(name: str, run_layout: Callable[..., Words]) -> None:
-    """Products [64, 64] x [64, columns] of operands in rows of 128 bytes, whose 16-byte pieces are swizzled."""
+    """Products [64, inner] x [inner, columns] of operands in rows of 128 bytes, whose 16-byte pieces are swizzled."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is an instruction of sm_90a")
     torch.manual_seed(0)
     dtype, columns = getattr(torch, name.split()[0]), int(name.split()[1])
-    a, b = (torch.randint(-9, 10, shape).to(dtype) for shape in [(64, 64), (64, columns)])
+    inner, wide = 128 // dtype.itemsize, torch.int32 if dtype == torch.int8 else torch.float32
+    a, b = (torch.randint(-9, 10, shape).to(dtype) for shape in [(64, inner), (inner, columns)])
     # The rows of b go along k, or along 64 columns each, panel by panel.
     rows = b.reshape(64, -1, 64).transpose(0, 1).reshape(-1, 64) if "transposed" in name else b.T
-    pieces = torch.cat([a, rows]).reshape(-1, 8, 8)  # [row, piece, element]
+    pieces = torch.cat([a, rows]).reshape(-1, 8, inner // 8)  # [row, piece, element]
     row, place = np.indices(pieces.shape[:2])
     given = words_of(pieces[row, place ^ row % 8])
     out = run_layout(f"wgmma {name}", given, (128, columns // 2))
     warp, g, t = (x[:, None] for x in (np.arange(128) // 32, np.arange(128) % 32 // 4, np.arange(128) % 4))
     j, h, e = (np.arange(columns // 2) // 4, np.arange(columns // 2) // 2 % 2, np.arange(columns // 2) % 2)
-    expected = (a.double() @ b.double()).float()[16 * warp + 8 * h + g, 8 * j + 2 * t + e]
+    expected = (a.double() @ b.double()).to(wide)[16 * warp + 8 * h + g, 8 * j + 2 * t + e]
     assert np.array_equal(out, words_of(expected))
 
 
