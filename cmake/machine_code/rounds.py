@@ -98,13 +98,16 @@ def paged_attention(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
         # Both products: rows by positions by head_dim, 16 x 8 x 16 each.
         products = 2 * rows * tile.chunk * head_dim // (16 * 8 * 16) // tile.warps
         exponentials = rows * tile.chunk // 32 // tile.warps
+        multiplied = ("HMMA", products)
+        if phase == "prefill" and tile.warpgroups:  # for each 64 rows, 16 columns of Q K^T or positions of P V at once
+            multiplied = ("HGMMA", rows // 64 * (head_dim + tile.chunk) // 16)
         for cache, bits, scale_bits, scale_copies, widening in caches:
             if kind:  # decode widens in registers, prefill into shared memory
                 widening = widening[:1] if phase == "prefill" else ()
             copies = elements * bits // 8 // COPY + scale_copies
             size = elements * (bits + scale_bits) / 8
             yield Round(
-                work=(("LDGSTS", copies), ("HMMA", products), ("MUFU.EX2", exponentials), *widening),
+                work=(("LDGSTS", copies), multiplied, ("MUFU.EX2", exponentials), *widening),
                 bytes=size,
                 l2_bytes=size,
                 flop=products * HMMA_FLOP,

@@ -72,8 +72,10 @@ int main() {
     }
     close();
     open("attention");
-    const auto print_attention = [](int head_dim) {
-      print_tile(head_dim, cuda::row_tile(head_dim), cuda::kv_tile(head_dim), cuda::attention_launch(head_dim, 1));
+    const auto print_attention = [&](int head_dim) {
+      const bool warpgroups = device.arch == 90 && cuda::prefill_by_warpgroups(head_dim);
+      print_tile(head_dim, cuda::row_tile(head_dim), cuda::kv_tile(head_dim), cuda::attention_launch(head_dim, 1),
+                 warpgroups);
     };
     for (const int head_dim : cuda::kHeadDims) print_attention(head_dim);
     for (const int head_dim : {320, 576}) print_attention(head_dim);
