@@ -25,22 +25,23 @@ def write_eagle(folder: Path, family: str) -> tuple[Path, Path]:
     return model, write_speculators(folder / "head", head)
 
 
+# Families, for each the number of layers for multi-token prediction, 0 for an EAGLE-3 head, and where the model is.
 @pytest.mark.parametrize(
-    ("family", "kind", "places"),
+    ("family", "num_mtp", "places"),
     [
-        ("llama3", "eagle", {"tensor_parallel_size": 3}),
+        ("llama3", 0, {"tensor_parallel_size": 3}),
         # The model's last layers store nothing, and compute all rows for the head's sake.
-        ("gemma4-inputs", "eagle", {"tensor_parallel_size": 2}),
-        ("llama3", "eagle", {"device": "cpu=2,cpu=1,cpu=4"}),
-        ("deepseek-v3", "mtp", {"tensor_parallel_size": 2}),
-        ("qwen3.5", "mtp", {"tensor_parallel_size": 3}),
-        ("glm4-moe", "mtp", {"device": "cpu=3,cpu+cpu=1"}),
+        ("gemma4-inputs", 0, {"tensor_parallel_size": 2}),
+        ("llama3", 0, {"device": "cpu=2,cpu=1,cpu=4"}),
+        ("deepseek-v3", 2, {"tensor_parallel_size": 2}),
+        ("qwen3.5", 1, {"tensor_parallel_size": 3}),
+        ("glm4-moe", 1, {"device": "cpu=3,cpu+cpu=1"}),
     ],
     ids=str,
 )
-def test_texts_and_drafts(family: str, kind: str, places: dict[str, Any], tmp_path: Path) -> None:
-    if kind == "mtp":
-        model, head = MTPModel(family).write(tmp_path / "model"), Path("mtp")
+def test_texts_and_drafts(family: str, num_mtp: int, places: dict[str, Any], tmp_path: Path) -> None:
+    if num_mtp:
+        model, head = MTPModel(family, num_mtp).write(tmp_path / "model"), Path("mtp")
     else:
         model, head = write_eagle(tmp_path, family)
     plain = LLM(str(model), **OPTIONS)

@@ -345,6 +345,10 @@ class BatchInputs:
             assert self._last_rows is not None
             sizes = size.num_seqs, size.num_wanted, size.first_wanted_prompt_row
             last = self._last_rows.tensors(*sizes, has_adapters=size.has_adapters)
+        features = None
+        if self.head_layers:
+            reads, writes = (tensor(slots, size.num_tokens) for slots in self._feature_slots)
+            features = FeatureSlots(reads, writes, size.first_layer)
         return Batch(
             token_ids=tensor(self._token_ids, size.num_tokens),
             positions=tensor(self._positions, size.num_tokens),
@@ -361,9 +365,7 @@ class BatchInputs:
             sparse=self._sparse_rows(size),
             hidden=None if self.hidden is None else self.hidden[: size.num_tokens],
             last=last,
-            features=FeatureSlots(*(tensor(slots, size.num_tokens) for slots in self._feature_slots), size.first_layer)
-            if self.head_layers
-            else None,
+            features=features,
         )
 
     def _place_features(self, chunks: list[Chunk]) -> None:

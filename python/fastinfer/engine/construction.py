@@ -251,7 +251,7 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
     if not config.num_speculative_tokens:
         raise RequestError("a draft model needs num_speculative_tokens of at least 1, got 0")
     if draft.has_features and config.pipeline_parallel_size > 1:
-        # It reads outputs of layers in several stages.
+        # It reads outputs of layers in several stages, and features of steps that may still be in flight.
         raise RequestError(f"pipeline_parallel_size must be 1 with a draft head, got {config.pipeline_parallel_size}")
     if draft.has_features and config.num_ranks > 1 and config.tensor_parallel_layout == "reduce":
         # Sums of ranks overwrite the outputs of earlier layers before the head has read them.
