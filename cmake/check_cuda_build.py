@@ -37,13 +37,16 @@ SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
     "all_reduce_add_rms_norm_kernel": (24, "loads of four vectors from eight ranks are under way"),
 }
 
-# Kernels that must use tensor cores: the start of their name to the machine instruction.
+# Kernels that must use tensor cores: the start of their name to the machine instructions, of which they have one.
 TENSOR_CORES = {
-    "paged_attention_kernel": "HMMA",
-    "paged_latent_attention_kernel": "HMMA",
-    "gemm_kernel": "HMMA",
-    "w8a8_gemm_kernel": "IMMA",
+    "paged_attention_kernel": ("HMMA",),
+    "paged_latent_attention_kernel": ("HMMA",),
+    "gemm_kernel": ("HMMA", "HGMMA"),
+    "w8a8_gemm_kernel": ("IMMA", "IGMMA"),
 }
+
+# ptxas says with one of these numbers that it makes products of a warpgroup wait for each other.
+SERIALISED = re.compile(r"\(C75\d\d\)")
 
 # Kernels without 16-byte loads, by the start of their name, with the reason. Of the others one variant must have them;
 # the other variants are for rows that are not aligned.
@@ -114,12 +117,12 @@ def kernel_problems(kernels: list[Kernel]) -> Iterator[str]:
         if kernel.spills > most:
             yield f"{kernel.name} (sm_{kernel.arch}) spills registers: {kernel.spills} bytes of stores and loads"
     for (name, arch), variants in groups.items():
-        instruction = next((op for start, op in TENSOR_CORES.items() if name.startswith(start)), None)
-        if instruction is not None:
+        instructions = next((ops for start, ops in TENSOR_CORES.items() if name.startswith(start)), None)
+        if instructions is not None:
             yield from (
-                f"{kernel.name} (sm_{arch}) has no {instruction} instruction"
+                f"{kernel.name} (sm_{arch}) has no {' or '.join(instructions)} instruction"
                 for kernel in variants
-                if instruction not in kernel.opcodes
+                if kernel.opcodes.keys().isdisjoint(instructions)
             )
         if not name.startswith(tuple(NARROW_LOADS)) and not any(kernel.wide_loads for kernel in variants):
             yield f"{name} (sm_{arch}) loads no 16 bytes at once in any of its {len(variants)} variants"
@@ -158,6 +161,7 @@ def main(build: Path, update: bool = False) -> int:
         kernels |= {(kernel.symbol, kernel.arch): kernel for kernel in parse_log(text)}
         spill = "Registers are spilled"  # judged kernel by kernel below
         problems += [line for line in text.splitlines() if re.search(r"\bwarning\b", line) and spill not in line]
+        problems += [line for line in text.splitlines() if SERIALISED.search(line)]
     built = {log.relative_to(folder).with_suffix("").with_suffix("") for log in folder.rglob("*.cu.o.log")}
     sources = {path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*.cu")}
     problems += [f"{source} is not in CMakeLists.txt, or was not compiled" for source in sorted(sources - built)]
@@ -182,13 +186,15 @@ def main(build: Path, update: bool = False) -> int:
             "spills",
             "instructions",
             "HMMA",
+            "HGMMA",
             "IMMA",
+            "IGMMA",
             "128-bit loads",
         ]
     ]
     for k in ordered:
         counts = [k.registers, k.static_shared, k.stack, k.spills, sum(k.opcodes.values())]
-        counts += [k.opcodes.get("HMMA", 0), k.opcodes.get("IMMA", 0), k.wide_loads]
+        counts += [*(k.opcodes.get(opcode, 0) for opcode in ("HMMA", "HGMMA", "IMMA", "IGMMA")), k.wide_loads]
         rows.append([k.name, f"sm_{k.arch}", *map(str, counts)])
     print(format_table(rows))
     problems += kernel_problems(ordered)

@@ -5,6 +5,11 @@ import zlib
 from pathlib import Path
 
 import pytest
+
+# Ranks that are streams of one process wait for each other on the GPU: a kernel that is loaded at its first launch then
+# waits for those that run.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
 import torch
 from emulation import build
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from machine_code.cost import Cost
-from machine_code.gpus import ISSUE_SLOTS, SHARED_BYTES_PER_CLOCK, USABLE_ISSUE, Gpu
+from machine_code.gpus import HMMA_FLOP, HOPPER_WGMMA, IMMA_OP, ISSUE_SLOTS, SHARED_BYTES_PER_CLOCK, USABLE_ISSUE, Gpu
 from machine_code.rounds import Round
 
 MEMORY = "memory"
@@ -27,6 +27,10 @@ def clocks_of(cost: Cost, work: Round, gpu: Gpu, registers: int, static_shared: 
         "bf16"
     ]
     clocks["tensor"] = (pipes.get("hmma", 0) / gpu.hmma + pipes.get("imma", 0) / gpu.imma) / gpu.mma_share
+    if "hgmma" in pipes:
+        clocks["tensor"] = work.flop / HMMA_FLOP / gpu.hmma / HOPPER_WGMMA
+    if "igmma" in pipes:
+        clocks["tensor"] = work.flop / IMMA_OP / gpu.imma / HOPPER_WGMMA
     clocks["issue"] = cost.instructions / ISSUE_SLOTS / USABLE_ISSUE
     shuffles = SHARED_BYTES_PER_CLOCK * pipes.get("shuffle", 0)
     clocks["shared memory"] = (cost.shared_bytes + shuffles) / SHARED_BYTES_PER_CLOCK
@@ -41,7 +45,7 @@ def bound_of(cost: Cost, work: Round, gpu: Gpu, registers: int, static_shared: i
     binds = max(clocks, key=clocks.__getitem__)
     if work.bound_by_tensor_cores:
         tflops = work.flop / clocks[binds] * gpu.multiprocessors * gpu.ghz / 1e3
-        peak = gpu.peak_tflops("imma" if "imma" in cost.pipes else "hmma")
+        peak = gpu.peak_tflops("hmma" if cost.pipes.keys().isdisjoint(("imma", "igmma")) else "imma")
         return Bound(tflops / peak, binds, tflops)
     share = work.bytes / gpu.copy_bytes_per_clock / clocks[binds]
     return Bound(share, binds if share < 1 else MEMORY)

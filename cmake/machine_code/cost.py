@@ -31,7 +31,7 @@ def cost_of(walk: Walk, straight: bool) -> Cost:
         predicated=(len(walk.code) - len(certain)) * per_round,
         pipes={pipe: number * per_round for pipe, number in pipes.most_common()},
         global_bytes=_bytes(walk.code, "load", "store", "copy") * per_round,
-        shared_bytes=_bytes(certain, "shared load", "shared store", "copy") * per_round,
+        shared_bytes=_bytes(certain, "shared load", "shared store", "copy", "hgmma", "igmma") * per_round,
         latency=latency(walk, rounds=1 if straight else 2) * per_round,
     )
 

@@ -68,8 +68,9 @@ AMPERE = {"alu": 2, "imad": 2, "fp32": 2, "bf16": 2, "half": 4, "mufu": 0.5}
 HOPPER = {"alu": 2, "imad": 2, "fp32": 4, "bf16": 4, "half": 4, "mufu": 0.5}
 ADA = {"alu": 2, "imad": 2, "fp32": 4, "bf16": 2, "half": 2, "mufu": 0.5}
 
-# mma.sync on Hopper: 62.9 % of the peak on average (Luo et al., https://arxiv.org/abs/2402.13499); wgmma reaches it.
-HOPPER_MMA = 0.63
+# mma.sync on Hopper: 62.9 % of the peak on average (Luo et al., https://arxiv.org/abs/2402.13499); wgmma: 96 %
+# (Luo et al., https://arxiv.org/abs/2501.12084).
+HOPPER_MMA, HOPPER_WGMMA = 0.63, 0.96
 # A GeForce does half as many products with fp32 sums as with fp16 ones; it does not halve integer ones.
 GPUS = [
     Gpu("A100", "80", 108, 1.41, 1.5, 4.4, AMPERE, hmma=0.5, imma=0.5),

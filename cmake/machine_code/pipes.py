@@ -6,6 +6,8 @@ from functools import cache
 # The first pattern that matches an opcode names its pipe. Conversions between integers and floats go where special
 # functions go; F2FP, which packs two floats into 16 bits each, does not.
 PIPES = {
+    "hgmma": r"HGMMA",
+    "igmma": r"IGMMA",
     "hmma": r"HMMA",
     "imma": r"IMMA",
     "mufu": r"MUFU|F2I|I2F\b|F2F\b|POPC",
@@ -45,8 +47,18 @@ def latency_of(opcode: str) -> int:
 
 @cache
 def thread_bytes(opcode: str) -> int:
-    """Return the bytes that a load or store moves per thread; LDSM.4 reads four 8 x 8 matrices of 16 bits in a warp."""
+    """Return the bytes that an instruction moves per thread.
+
+    LDSM.4 reads four 8 x 8 matrices of 16 bits in a warp, HGMMA.64x256x16 two of 64 x 16 and 256 x 16 in four warps,
+    IGMMA.64x256x32 the second alone, of bytes.
+    """
     modifiers = opcode.split(".")[1:]
+    if opcode.startswith("HGMMA"):
+        rows, columns, inputs = map(int, modifiers[0].split("x"))
+        return (rows + columns) * inputs * 2 // 128
+    if opcode.startswith("IGMMA"):
+        _, columns, inputs = map(int, modifiers[0].split("x"))
+        return columns * inputs // 128
     if opcode.startswith("LDSM"):
         return 4 * next((int(modifier) for modifier in modifiers if modifier in ("2", "4")), 1)
     return next((WIDTHS[modifier] for modifier in modifiers if modifier in WIDTHS), 4)

@@ -25,7 +25,11 @@ def table_rows(examined: Iterable[tuple[str, Examined]]) -> Iterator[list[str]]:
 def _row(name: str, arch: str, loop: LoopBounds) -> list[str]:
     cost = loop.cost
     numbers = [cost.instructions, cost.predicated, *(cost.pipes.get(pipe, 0) for pipe in PIPES)]
-    numbers += [cost.pipes.get("hmma", 0) + cost.pipes.get("imma", 0), cost.global_bytes, cost.shared_bytes]
+    numbers += [
+        sum(cost.pipes.get(pipe, 0) for pipe in ("hmma", "hgmma", "imma", "igmma")),
+        cost.global_bytes,
+        cost.shared_bytes,
+    ]
     bounds = [show_bound(loop.bounds[gpu.name]) if gpu.name in loop.bounds else "" for gpu in GPUS]
     return [name, f"sm_{arch}", *(f"{number:.0f}" for number in numbers), *bounds]
 

@@ -49,7 +49,7 @@ def gemm(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
     products = tile.rows * tile.chunk * tokens // (16 * 16 * 8) // tile.warps
     copies = weight // COPY + x // COPY + (not dense)
     yield Round(
-        work=(("LDGSTS", copies), ("HMMA", products)),
+        work=(("LDGSTS", copies), ("HGMMA", tile.chunk // 16) if tile.warpgroups else ("HMMA", products)),
         bytes=weight + scales,
         l2_bytes=weight + scales + x,
         flop=products * HMMA_FLOP,
@@ -65,7 +65,10 @@ def w8a8_gemm(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
     weight, x = tile.rows * tile.chunk // tile.warps, tokens * tile.chunk // tile.warps
     products = tile.rows * tile.chunk * tokens // (16 * 32 * 8) // tile.warps
     yield Round(
-        work=(("LDGSTS", weight // COPY + x // COPY), ("IMMA", products)),
+        work=(
+            ("LDGSTS", weight // COPY + x // COPY),
+            ("IGMMA", tile.chunk // 32) if tile.warpgroups else ("IMMA", products),
+        ),
         bytes=weight,
         l2_bytes=weight + x,
         flop=products * IMMA_OP,

@@ -37,9 +37,9 @@ static void close() {
   separator = ",\n";
 }
 
-static void print_tile(int variant, int rows, int chunk, const cuda::LaunchConfig& launch) {
-  std::printf("%s\"%d\": {\"rows\": %d, \"chunk\": %d, \"threads\": %u, \"shared\": %zu}", separator, variant, rows,
-              chunk, launch.block, launch.shared_bytes);
+static void print_tile(int variant, int rows, int chunk, const cuda::LaunchConfig& launch, bool warpgroups = false) {
+  std::printf("%s\"%d\": {\"rows\": %d, \"chunk\": %d, \"threads\": %u, \"shared\": %zu, \"warpgroups\": %s}",
+              separator, variant, rows, chunk, launch.block, launch.shared_bytes, warpgroups ? "true" : "false");
   separator = ",\n";
 }
 
@@ -48,7 +48,9 @@ static void print_gemm(WeightFormat format, const cuda::Device& device, int expe
   for (const int tokens : kTokens) {
     const int64_t m = int64_t{tokens} * std::max(experts, 1);
     const auto p = cuda::gemm_plan(format, m, kSize, kSize, kGroup, device, experts);
-    print_tile(p.tile.tokens, cuda::kGemmRows, p.tile.chunk, p.launch);
+    const bool warpgroups =
+        device.arch == 90 && format == WeightFormat::kDense && p.tile.tokens > cuda::kMostExactTokens;
+    print_tile(p.tile.tokens, cuda::kGemmRows, p.tile.chunk, p.launch, warpgroups);
   }
 }
 
@@ -67,7 +69,7 @@ int main() {
     open("w8a8");
     for (const int tokens : kTokens) {
       const auto p = cuda::plan_w8a8_gemm(tokens, kSize, kSize, device);
-      print_tile(p.tile.tokens, cuda::kW8a8Rows, p.tile.chunk, p.launch);
+      print_tile(p.tile.tokens, cuda::kW8a8Rows, p.tile.chunk, p.launch, device.arch == 90 && p.tile.warpgroups());
     }
     close();
     open("attention");

@@ -18,6 +18,7 @@ class Tile:
     chunk: int
     threads: int
     shared: int  # bytes of shared memory a block
+    warpgroups: bool = False  # multiply, by wgmma
 
     @property
     def warps(self) -> int:

@@ -5,6 +5,7 @@
 //     O, maximum, sum = flash attention over its KV tiles
 //       up to 16 rows: the warps share them                     paged_attention_decode_cuda.h
 //       else a warp has rows of its own                         paged_attention_prefill_cuda.h
+//       the same on sm_90a, at head sizes 64 and 128            paged_attention_prefill_wgmma_cuda.h
 //       values in the keys: the warps share columns, too        paged_attention_latent.cu
 //     all of the row tile's tiles were in the stretch?  ->  out       paged_attention_results_cuda.h
 //     else  ->  workspace; the block that comes last merges all parts, in their order, ->  out
@@ -17,10 +18,27 @@
 #include "attention/paged_attention_decode_cuda.h"
 #include "attention/paged_attention_latent_cuda.h"
 #include "attention/paged_attention_prefill_cuda.h"
+#include "attention/paged_attention_prefill_wgmma_cuda.h"
 #include "common/cuda/launch.h"
 
 namespace fastinfer::cuda {
 namespace {
+
+// Does the item at the cursor, and moves it on.
+template <class T, CacheQuantization kKind, int kHeadDim>
+__device__ void prefill(const PagedAttentionParams& p, WorkCursor& cursor) {
+  constexpr bool kWgmma = kHasWgmma && (kHeadDim == 64 || kHeadDim == 128);
+  using Attention = std::conditional_t<kWgmma, WgmmaPrefillAttention<T, kKind, kHeadDim>,  //
+                                       PrefillAttention<T, kKind, kHeadDim>>;
+  Attention::run(p, WorkItem(p, cursor.at, cursor.units));
+  // Made again: registers are scarce in the loop over the tiles.
+  WorkPosition at = cursor.at;
+  at.seq = static_cast<int>(opaque(at.seq));
+  const WorkItem item(p, at, cursor.units);
+  write_results<T, kHeadDim>(p, item, cursor.units, PrefillShared<T, kKind, kHeadDim>::results(), 1);
+  __syncthreads();  // shared memory is used again
+  cursor.advance(p, item.tiles);
+}
 
 template <class T, CacheQuantization kKind, int kHeadDim>
 __global__ void __launch_bounds__(kAttentionThreads, 2)

@@ -87,7 +87,7 @@ class DecodeAttention {
   // Adds a tile whose first position is `first`.
   __device__ void add(const Stage<kKind, kHeadDim>& stage, int first) {
     if (!softmax_.sees(first + position0_, 16)) return;
-    Logits<1, 16> s;
+    Logits<1, 16> s{};
     multiply_keys(stage, s.values[0]);
     if constexpr (Row::kScaled) s.scale_positions(stage.key_scales() + position0_, Factors::kKey);
     softmax_.update(s, first + position0_, [&](int, int i, float factor) {

@@ -114,7 +114,7 @@ class LatentAttention {
     if (!softmax_.sees(first, kTile)) return;  // the same in all warps
     multiply_keys(tile);
     __syncthreads();
-    Logits<kRowTiles, kTile> s;
+    Logits<kRowTiles, kTile> s{};
     const int lane = this->lane();
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {

@@ -4,52 +4,10 @@
 // all warps then widen a part of it for all.
 #pragma once
 
-#include "attention/paged_attention_codes_cuda.h"
-#include "attention/paged_attention_queries_cuda.h"
-#include "attention/paged_attention_results_cuda.h"
+#include "attention/paged_attention_prefill_shared_cuda.h"
 #include "attention/paged_attention_softmax_cuda.h"
-#include "attention/paged_attention_tile_cuda.h"
 
 namespace fastinfer::cuda {
-
-// Shared memory of prefill.
-template <class T, CacheQuantization kKind, int kHeadDim>
-struct PrefillShared {
-  using Row = CacheRow<kKind, kHeadDim>;
-  using Results = SharedResults<kHeadDim, row_tile(kHeadDim)>;
-  static constexpr int kChunks = kHeadDim / 8;
-  static constexpr int kQueryBytes = row_tile(kHeadDim) * kHeadDim * 2;
-  static constexpr int kTileBytes = kv_tile(kHeadDim) * kHeadDim * 2;
-  // Scales of eight bits are used after the next tile's copy has begun.
-  static constexpr int kScaleStages = Row::kScaled ? 2 : 1;
-  static_assert(kKind == CacheQuantization::kNone ||
-                kQueryBytes + 2 * kTileBytes + 2 * Row::kTileBytes + kScaleStages * Row::kScaleBytes <=
-                    static_cast<int>(attention_shared_bytes(kHeadDim)));
-  static_assert(Results::kBytes + Results::kStatisticsBytes <= static_cast<int>(attention_shared_bytes(kHeadDim)));
-
-  __device__ static unsigned char* queries() {
-    return dynamic_shared();
-  }
-  __device__ static unsigned char* keys() {
-    return queries() + kQueryBytes;
-  }
-  __device__ static unsigned char* values() {
-    return keys() + kTileBytes;
-  }
-  // The quantized tile.
-  __device__ static Stage<kKind, kHeadDim> stage(int tile) {
-    unsigned char* const memory = values() + kTileBytes;
-    return {memory, memory + 2 * Row::kTileBytes + tile % kScaleStages * Row::kScaleBytes};
-  }
-  // Over all the rest, when it is no longer used.
-  __device__ static Results results() {
-    return {reinterpret_cast<float*>(queries()), reinterpret_cast<float*>(queries() + Results::kBytes)};
-  }
-  // What the queries were divided by, until the first tile of keys is widened.
-  __device__ static float* query_factors() {
-    return reinterpret_cast<float*>(keys());
-  }
-};
 
 template <class T, CacheQuantization kKind, int kHeadDim>
 class PrefillAttention {
@@ -60,10 +18,10 @@ class PrefillAttention {
   using Factors = CodeFactors<T, kKind>;
   using Key = KeyProduct<T, kKind>;
   using Value = ValueProduct<T, kKind>;
-  static constexpr bool kQuantized = kKind != CacheQuantization::kNone;
-  static constexpr int kTile = kv_tile(kHeadDim);
+  static constexpr bool kQuantized = Shared::kQuantized;
+  static constexpr int kRows = row_tile(kHeadDim), kTile = kv_tile(kHeadDim);
   static constexpr int kColumnWarps = kHeadDim > 256 ? 2 : 1;  // warps with the same rows
-  static constexpr int kRowTiles = row_tile(kHeadDim) * kColumnWarps / (16 * kAttentionWarps);
+  static constexpr int kRowTiles = kRows * kColumnWarps / (16 * kAttentionWarps);
   static constexpr int kChunks = Shared::kChunks;
   static constexpr int kOwnChunks = kChunks / kColumnWarps;
   static constexpr int kSteps = kHeadDim / 16;          // of the product Q K^T
@@ -78,7 +36,7 @@ class PrefillAttention {
       loader.copy(Shared::stage(loader.tile()));
       loader.next();
     } else {
-      loader.copy_floats(p.k_cache, Shared::keys());
+      loader.copy_panels(p.k_cache, Shared::tile(0));
     }
     cp_async_commit();
 #pragma unroll 4
@@ -106,19 +64,19 @@ class PrefillAttention {
       cp_async_wait<0>();
       __syncthreads();
       if constexpr (kQuantized) {
-        widen_tile(Shared::stage(tile));
+        Shared::widen_tile(Shared::stage(tile));
         __syncthreads();
         more = !loader.ended();
         if (more) loader.copy(Shared::stage(tile + 1)), loader.next();
       } else {
-        loader.copy_floats(p_.v_cache, Shared::values());
+        loader.copy_panels(p_.v_cache, Shared::tile(1));
         loader.next();
         more = !loader.ended();
       }
       cp_async_commit();
       uint32_t probabilities[kTile / 16][kRowTiles][4];
       if (sees) {
-        Logits<kRowTiles, kTile> s;
+        Logits<kRowTiles, kTile> s{};
         multiply_keys(s);
         if constexpr (Row::kScaled) s.scale_positions(Shared::stage(tile).key_scales(), Factors::kKey);
         softmax_.update(s, first, [&](int r, int i, float factor) {
@@ -133,7 +91,7 @@ class PrefillAttention {
       if constexpr (!kQuantized) {
         cp_async_wait<0>();
         __syncthreads();
-        if (more) loader.copy_floats(p_.k_cache, Shared::keys());
+        if (more) loader.copy_panels(p_.k_cache, Shared::tile(0));
         cp_async_commit();
       }
       if (sees) multiply_values(probabilities);
@@ -163,42 +121,8 @@ class PrefillAttention {
     const int row0 = this->row0();
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      ldmatrix(a[r], Shared::queries() + chunk_offset<kChunks>(row0 + 16 * r + lane % 16, 2 * k, lane / 16));
+      ldmatrix(a[r], Shared::queries() + panel_offset<kChunks, kRows>(row0 + 16 * r + lane % 16, 2 * k, lane / 16));
     }
-  }
-
-  // Widens the codes of K and V, eight at a time.
-  __device__ static void widen_tile(const Stage<kKind, kHeadDim>& stage) {
-    constexpr int kPieces = kTile * kChunks;
-#pragma unroll 2
-    for (unsigned i = opaque(threadIdx.x); i < kPieces; i += kAttentionThreads) {
-      const int row = static_cast<int>(i / kChunks), chunk = static_cast<int>(i % kChunks);
-      const int to = chunk_offset<kChunks>(row, chunk);
-      store_vector(reinterpret_cast<uint32_t*>(Shared::keys() + to), widen_piece<Key>(stage, false, row, chunk));
-      store_vector(reinterpret_cast<uint32_t*>(Shared::values() + to), widen_piece<Value>(stage, true, row, chunk));
-    }
-  }
-
-  template <class Wide>
-  __device__ static Vector<uint32_t, 4> widen_piece(const Stage<kKind, kHeadDim>& stage, bool values, int row,
-                                                    int chunk) {
-    constexpr int kBytes = Row::kInt4 ? 4 : 8;
-    const unsigned char* const from = (values ? stage.values() : stage.keys()) +
-                                      chunk_offset<Row::kChunks>(row, chunk * kBytes / 16) + chunk * kBytes % 16;
-    Vector<uint32_t, 4> wide;
-    if constexpr (Row::kInt4) {
-      const uint32_t scale = values ? stage.value_scales()[row * Row::kValueScales + chunk * 8 / kInt4ValueGroup]
-                                    : stage.key_scales()[row * Row::kKeyStride + chunk * 8 / kInt4KeyGroup];
-      widen_int4(*reinterpret_cast<const uint32_t*>(from), scale, wide.values);
-    } else {
-      const auto packed = load_vector<2>(reinterpret_cast<const uint32_t*>(from));
-      uint32_t pairs[2];
-      for (int j = 0; j < 2; ++j) {
-        widen<Wide, kKind, false>(packed.values[j], pairs);
-        wide.values[2 * j] = pairs[0], wide.values[2 * j + 1] = pairs[1];
-      }
-    }
-    return wide;
   }
 
   // S = Q K^T
@@ -212,7 +136,7 @@ class PrefillAttention {
       for (int n = 0; n < kTile / 16; ++n) {
         uint32_t b[4];
         const int row = n * 16 + lane / 16 * 8 + lane % 8;
-        ldmatrix(b, Shared::keys() + chunk_offset<kChunks>(row, 2 * k, lane / 8 % 2));
+        ldmatrix(b, Shared::tile(0) + panel_offset<kChunks, kTile>(row, 2 * k, lane / 8 % 2));
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
           mma<Key>(s.values[r][2 * n], a[r], {b[0], b[1]});
@@ -225,14 +149,14 @@ class PrefillAttention {
   // O += P V
   __device__ void multiply_values(const uint32_t (&p)[kTile / 16][kRowTiles][4]) {
     const int lane = this->lane();
-    const unsigned char* const values = Shared::values() + chunk0() * 16;  // a multiple of what chunk_offset permutes
+    const unsigned char* const values = Shared::tile(1) + panel_offset<kChunks, kTile>(0, chunk0());
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k) {
 #pragma unroll
       for (int n = 0; n < kOwnChunks / 2; ++n) {
         uint32_t b[4];
         const int row = k * 16 + lane % 16;
-        ldmatrix_transposed(b, values + chunk_offset<kChunks>(row, 2 * n, lane / 16));
+        ldmatrix_transposed(b, values + panel_offset<kChunks, kTile>(row, 2 * n, lane / 16));
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
           mma<Value>(o_[r][2 * n], p[k][r], {b[0], b[1]});
@@ -267,18 +191,5 @@ class PrefillAttention {
   float o_[kRowTiles][kOwnChunks][4] = {};
   RowSoftmax<kRowTiles, false, !std::is_same_v<T, Key>, kColumnWarps> softmax_;
 };
-
-// Does the item at the cursor, and moves it on.
-template <class T, CacheQuantization kKind, int kHeadDim>
-__device__ void prefill(const PagedAttentionParams& p, WorkCursor& cursor) {
-  PrefillAttention<T, kKind, kHeadDim>::run(p, WorkItem(p, cursor.at, cursor.units));
-  // Made again: registers are scarce in the loop over the tiles.
-  WorkPosition at = cursor.at;
-  at.seq = static_cast<int>(opaque(at.seq));
-  const WorkItem item(p, at, cursor.units);
-  write_results<T, kHeadDim>(p, item, cursor.units, PrefillShared<T, kKind, kHeadDim>::results(), 1);
-  __syncthreads();  // shared memory is used again
-  cursor.advance(p, item.tiles);
-}
 
 }  // namespace fastinfer::cuda

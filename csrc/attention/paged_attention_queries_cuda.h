@@ -78,7 +78,10 @@ class QueryLoader {
  private:
   __device__ static void store_chunk(const uint32_t (&words)[4], int chunk, int row, unsigned char* rows) {
     if (chunk >= kSharedChunks) return;
-    const auto at = [&](int to) { return reinterpret_cast<uint32_t*>(rows + chunk_offset<kSharedChunks>(row, to)); };
+    const auto at = [&](int to) {
+      const int place = kDecode ? chunk_offset<kSharedChunks>(row, to) : panel_offset<kSharedChunks, kRows>(row, to);
+      return reinterpret_cast<uint32_t*>(rows + place);
+    };
     if constexpr (!kPermuted) {
       store_vector(at(chunk), Vector<uint32_t, 4>{words[0], words[1], words[2], words[3]});
     } else if constexpr (kKind == CacheQuantization::kInt4) {

@@ -3,6 +3,7 @@
 
 #include "attention/paged_attention_softmax_cuda.h"
 #include "attention/paged_attention_work_cuda.h"
+#include "common/cuda/arrival.h"
 
 namespace fastinfer::cuda {
 
@@ -55,8 +56,10 @@ __device__ void merge(int rows, int parts, int part_rows, const Results& results
   for (int i = threadIdx.x; i < rows * kChunks; i += kAttentionThreads) {
     const int row = i / kChunks, column = i % kChunks * 8;
     OnlineSoftmax<float> softmax;
+#pragma unroll 4  // loads at once, here and below
     for (int j = 0; j < parts; ++j) softmax.maximum = fmaxf(softmax.maximum, results(j).maximum(row + j * part_rows));
     Vector<float, 8> values{};
+#pragma unroll 4
     for (int j = 0; j < parts; ++j) {
       const auto part = results(j);
       const int part_row = row + j * part_rows;
@@ -124,16 +127,7 @@ __device__ void write_results(const PagedAttentionParams& p, const WorkItem& ite
                     }
                     if (column == 0) own.maximum(row) = softmax.maximum, own.sum(row) = softmax.sum;
                   });
-  __syncthreads();
-  bool last = false;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(&plan.arrived[first], 1) == parts - 1;
-    __threadfence();
-    if (last) atomicExch(&plan.arrived[first], 0);  // for the next call with this plan
-  }
-  if (!__syncthreads_or(last)) return;
-  __threadfence();
+  if (!last_to_arrive(plan.arrived + first, parts)) return;
   merge<kHeadDim>(item.row_count(), parts, 0, part_of, store_final);
 }
 

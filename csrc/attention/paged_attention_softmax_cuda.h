@@ -38,7 +38,7 @@ __device__ uint32_t pack(float low, float high) {
 // position 8 n + lane % 4 * 2 + c.
 template <int kRowTiles, int kPositions>
 struct Logits {
-  float values[kRowTiles][kPositions / 8][4] = {};
+  float values[kRowTiles][kPositions / 8][4];
 
   // Multiplies by a float for each position.
   __device__ void scale_positions(const uint32_t* scales, float factor) {
@@ -63,15 +63,18 @@ struct Logits {
   }
 };
 
-// The running softmax of a warp's rows: those that all warps share in decode, else its own, or those of kSharing warps.
+// The running softmax of a warp's rows: those that all warps share in decode, else its own, or those of kSharing warps,
+// in the order of the warps.
 template <int kRowTiles, bool kDecode, bool kQueryFactors, int kSharing = 1>
 class RowSoftmax {
  public:
-  // `query_factors`: of each row of the row tile, what its queries were divided by, a power of two.
-  __device__ RowSoftmax(const PagedAttentionParams& p, const WorkItem& item, const float* query_factors) : p_(p) {
-    const int row = kDecode ? 0 : static_cast<int>(threadIdx.x) / kWarpSize / kSharing * 16 * kRowTiles;
+  // `query_factors`: of each row of the row tile, what its queries were divided by, a power of two. The rows of the
+  // first warp begin with `row0` of the row tile.
+  __device__ RowSoftmax(const PagedAttentionParams& p, const WorkItem& item, const float* query_factors, int row0 = 0)
+      : p_(p) {
+    const int row = row0 + warp_row();
     const int first = item.rows.row_begin + row, group = item.queries.group;
-    row_tile_ = item.at.row_tile;
+    row0_ = item.rows.row_begin + row0;
     first_query_position_ = item.queries.first_position;
     first_position_ = item.queries.first_position + first / group;
     // A warp without rows sees nothing.
@@ -168,6 +171,11 @@ class RowSoftmax {
   }
 
  private:
+  // The warp's first row, counted from the first warp's.
+  __device__ static int warp_row() {
+    return kDecode ? 0 : static_cast<int>(opaque(threadIdx.x) / kWarpSize / kSharing) * 16 * kRowTiles;
+  }
+
   // Of a row's logits.
   __device__ float factor(int r, int i) const {
     const float factor = p_.scale * kLog2e;
@@ -183,9 +191,8 @@ class RowSoftmax {
       for (int i = 0; i < 2; ++i) {
         // Positions begin .. end - 1 are seen, counted from the lane's first one. Few tiles need this: registers are
         // for the others.
-        const int thread = static_cast<int>(opaque(threadIdx.x)), lane = thread % kWarpSize;
-        const int warp_row = kDecode ? 0 : thread / kWarpSize / kSharing * 16 * kRowTiles;
-        const int row = row_tile_ * row_tile(p_.head_dim) + warp_row + 16 * r + lane / 4 + 8 * i;
+        const int lane = static_cast<int>(opaque(threadIdx.x) % kWarpSize);
+        const int row = row0_ + warp_row() + 16 * r + lane / 4 + 8 * i;
         const int end = first_query_position_ + row / (p_.q_heads / p_.kv_heads) + 1 - (first + lane % 4 * 2);
         const int begin = p_.window > 0 ? end - p_.window : 0;
 #pragma unroll
@@ -201,7 +208,7 @@ class RowSoftmax {
   }
 
   const PagedAttentionParams& p_;
-  int row_tile_;
+  int row0_;                                  // the first warp's first row, of the sequence and KV head
   int first_query_position_;                  // of the sequence
   int first_position_, last_position_;        // of the warp's queries
   uint32_t exponents_ = 0;                    // of the rows' query factors, as a float has them; a byte each

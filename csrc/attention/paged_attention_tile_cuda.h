@@ -26,6 +26,19 @@ __device__ inline int chunk_offset(int row, int chunk) {
   return chunk_offset<kChunks>(row, chunk & ~1, chunk & 1);
 }
 
+// The same for kRows rows of prefill. Rows of whole 128 bytes lie in panels of 64 columns, one behind the other, which
+// is the 128-byte swizzle of wgmma's matrices.
+template <int kChunks, int kRows>
+__device__ inline int panel_offset(int row, int even, int odd) {
+  if constexpr (kChunks % 8 != 0) return chunk_offset<kChunks>(row, even, odd);
+  return even / 8 * (kRows * 128) + chunk_offset<8>(row, even % 8, odd);
+}
+
+template <int kChunks, int kRows>
+__device__ inline int panel_offset(int row, int chunk) {
+  return panel_offset<kChunks, kRows>(row, chunk & ~1, chunk & 1);
+}
+
 // A KV head's row of one position as the cache has it. In shared memory it takes whole chunks.
 template <CacheQuantization kKind, int kHeadDim>
 struct CacheRow {
@@ -117,6 +130,25 @@ class TileLoader {
                valid);
     });
   }
+  // The same to the places of prefill. In panels a lane's copies differ by constants.
+  __device__ void copy_panels(const void* cache, unsigned char* to) const {
+    constexpr int kChunks = Row::kChunks, kLanes = kChunks < kWarpSize ? kChunks : kWarpSize;
+    if constexpr (kChunks % 8 != 0) return copy_floats(cache, to);
+    static_assert(kChunks % 8 != 0 || kWarpSize % kLanes == 0);
+    const int lane = static_cast<int>(opaque(threadIdx.x) % kWarpSize), lane_row = lane / kLanes,
+              lane_chunk = lane % kLanes, slot_bytes = Row::kBytes * p_.kv_heads;
+    const auto* const from =
+        static_cast<const unsigned char*>(cache) + (static_cast<int>(opaque(head_)) * Row::kBytes + lane_chunk * 16);
+    const int place = panel_offset<kChunks, kTile>(warp_row() + lane_row, lane_chunk);
+#pragma unroll
+    for (int row = 0; row < kRows; row += kWarpSize / kLanes) {
+      const int slot = __shfl_sync(kFullMask, slot_, row + lane_row);
+      for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
+        cp_async(to + row * 128 + chunk / 8 * (kTile * 128) + (place ^ row % 8 * 16),
+                 from + (int64_t{max(slot, 0)} * slot_bytes + chunk * 16), slot >= 0);
+      }
+    }
+  }
 
  private:
   // The cache's row of this lane's position, -1 for none.
@@ -141,7 +173,7 @@ class TileLoader {
   template <int kBytes, class Fn>
   __device__ void for_each_chunk(const Fn& fn) const {
     constexpr int kChunk = kChunkOf<kBytes>, kChunks = kBytes / kChunk, kCount = kRows * kChunks;
-    const int64_t slot_bytes = int64_t{kBytes} * p_.kv_heads;
+    const int slot_bytes = kBytes * p_.kv_heads;
     // Opaque: what follows from them is made again for each tile, instead of kept in registers.
     const unsigned lane = opaque(threadIdx.x) % kWarpSize;
     const int head_bytes = static_cast<int>(opaque(head_)) * kBytes, first_row = warp_row();
@@ -151,7 +183,7 @@ class TileLoader {
       const int row = static_cast<int>(i / kChunks), byte = static_cast<int>(i % kChunks * kChunk);
       const int slot = __shfl_sync(kFullMask, slot_, row);
       if (kCount % kWarpSize != 0 && i >= kCount) continue;
-      fn(first_row + row, byte, slot >= 0 ? slot * slot_bytes + (head_bytes + byte) : int64_t{0}, slot >= 0);
+      fn(first_row + row, byte, int64_t{max(slot, 0)} * slot_bytes + (head_bytes + byte), slot >= 0);
     }
   }
 

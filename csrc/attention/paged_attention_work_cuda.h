@@ -34,13 +34,13 @@ struct PlanView {
       : header(reinterpret_cast<PlanHeader*>(plan)),
         starts(reinterpret_cast<WorkPosition*>(plan + 4)),
         ends(reinterpret_cast<int64_t*>(plan + 4 + 4 * blocks)),
-        arrived(plan + 4 + 4 * blocks + 2 * seqs),
-        counts(arrived + blocks) {}
+        arrived(reinterpret_cast<uint32_t*>(plan + 4 + 4 * blocks + 2 * seqs)),
+        counts(plan + 4 + 5 * blocks + 2 * seqs) {}
 
   PlanHeader* header;
   WorkPosition* starts;  // [blocks]
   int64_t* ends;         // [seqs]: units up to and including the sequence
-  int32_t* arrived;      // [blocks]: partial results of the row tile that block b ends with; 0 between calls
+  uint32_t* arrived;     // [blocks]: partial results of the row tile that block b ends with; 0 between calls
   int32_t* counts;       // [blocks]: units of its stretch
 };
 

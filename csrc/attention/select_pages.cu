@@ -67,7 +67,7 @@ class PageSelection {
     load_queries<T>();
     __syncthreads();
     for (int first = part * round; first < count_; first += parts * round) bound_round<kOwn>(first);
-    return last_to_arrive(p_.arrived + blockIdx.x, parts, found_);
+    return last_to_arrive(p_.arrived + blockIdx.x, parts);
   }
 
   // Writes `width` pages.
@@ -268,7 +268,7 @@ class PageSelection {
   int group_, head_;
   float* bounds_;  // [group][max_blocks]
   float *queries_, *numbers_, *softmax_;
-  int* found_;  // a digit and a number; before, whether this block is the last one
+  int* found_;  // a digit and a number
 };
 
 template <class T, int kOwn>

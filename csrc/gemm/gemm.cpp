@@ -111,16 +111,15 @@ void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat f
                       params.expert_rows.start != nullptr ? params.expert_rows.experts : 0, batch_invariant());
   if (params.plan.units == 0) return;
 
-  const bool norm_first = params.norm_weight.data != nullptr &&
-                          (params.plan.tile.tokens > cuda::kMostNormTokens || !aligned(params.norm_weight.data));
+  const bool has_norm = params.norm_weight.data != nullptr;
   const bool as_it_is =
-      aligned(params.x) && (norm_first ? x.is_contiguous() : x.size(0) == 1 || params.x_stride % 8 == 0);
+      aligned(params.x) && (has_norm ? x.is_contiguous() : x.size(0) == 1 || params.x_stride % 8 == 0);
   if (!as_it_is) {
     scratch.x = torch::stable::clone(x);
     params.x = scratch.x->data_ptr();
     params.x_stride = params.k;
   }
-  if (norm_first) {
+  if (has_norm) {  // in a kernel before, which the copies of constant weights do not wait for
     Tensor normed = new_tensor(x, {params.m, params.k});
     const RmsNormParams norm{
         .x = params.x,

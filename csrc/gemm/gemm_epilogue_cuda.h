@@ -12,7 +12,6 @@
 #include "common/cuda/vector_io.h"
 #include "elementwise/gated_inputs_cuda.h"
 #include "gemm/gemm.h"
-#include "gemm/gemm_norm_cuda.h"
 #include "gemm/gemm_plan.h"
 #include "gemm/gemm_position_cuda.h"
 
@@ -38,12 +37,15 @@ __device__ inline float activate_and_mul(Activation activation, float gate, floa
   return activate(activation, inputs.gate, inputs.gain) * inputs.up;
 }
 
-template <class T, int kTokens, int kWarpsRows, int kWarpsTokens, int kWarpsInputs, bool kGrouped>
+// kSliceTiles: eights of every warp's tokens that go through shared memory at a time.
+template <class T, int kTokens, int kWarpsRows, int kWarpsTokens, int kWarpsInputs, bool kGrouped, int kSliceTiles = 1>
 struct GemmEpilogue {
   static constexpr int kThreads = kWarpsRows * kWarpsTokens * kWarpsInputs * kWarpSize;
   static constexpr int kRowTiles = kGemmRows / kTileRows / kWarpsRows, kTokenTiles = kTokens / 8 / kWarpsTokens;
-  static constexpr bool kNorm = kTokens <= kMostNormTokens && !kGrouped;
   static constexpr int kWidth = 8;  // sums that a thread takes at a time
+  static constexpr int kWarpTokens = 8 * kSliceTiles, kSliceTokens = kWarpTokens * kWarpsTokens;  // of a slice
+  static constexpr int kSumsFloats = kWarpsInputs * kSliceTokens * kSumsStride;
+  static constexpr int kSharedBytes = kSumsFloats * 4;
 
   // The sums of a lane: mma's d for each row tile and eight tokens.
   struct Sums {
@@ -52,8 +54,7 @@ struct GemmEpilogue {
 
   const GemmParams& p;
   const GemmPosition<kGrouped> at;
-  float* const shared_sums;     // [warps_inputs, 8 warps_tokens, kSumsStride]
-  float* const shared_squares;  // [tokens], the sums of x's squares, if there is a norm
+  float* const shared_sums;  // [warps_inputs, slice_tokens, kSumsStride]
   const int thread, lane, warp_rows, warp_tokens, warp_inputs;
   int first_chunk = 0;  // the unit's first, in the line of all chunks
   int first_worker = 0, pieces = 1;
@@ -62,7 +63,6 @@ struct GemmEpilogue {
       : p(params),
         at(params, tiles, unit),
         shared_sums(shared),
-        shared_squares(shared + kWarpsInputs * kWarpsTokens * 8 * kSumsStride),
         thread(opaque(threadIdx.x)),
         lane(thread % kWarpSize),
         warp_rows(thread / kWarpSize % kWarpsRows),
@@ -75,35 +75,28 @@ struct GemmEpilogue {
   }
 
   __device__ void store(const Sums& sums) {
-    // Once from shared memory to the output or this worker's slot; the last to arrive goes from the slots to the
-    // output.
-    for (bool gather = false;; gather = true) {
-      const bool keep = !kGrouped && pieces > 1 && !gather;
-      const int vectors = kGemmRows / kWidth / (gated() && !keep ? 2 : 1);
+    const bool cut = !kGrouped && pieces > 1;
+    const int vectors = kGemmRows / kWidth / (gated() && !cut ? 2 : 1);
 #pragma unroll 1
-      for (int slice = 0; slice < kTokenTiles; ++slice) {
-        if (!gather) share_sums(sums, slice);
-        __syncthreads();
-        for (int i = thread; i < kSliceTokens * vectors; i += kThreads) {
-          const int slice_token = i / vectors, vector = i % vectors;
-          const int token = (slice_token / 8 * kTokenTiles + slice) * 8 + slice_token % 8;
-          if (first_token() + token >= end_token()) continue;
-          if (keep) {
-            keep_sums(slice_token, token, vector);
-          } else {
-            finish(gather, slice_token, token, vector);
-          }
+    for (int slice = 0; slice < kTokenTiles / kSliceTiles; ++slice) {
+      share_sums(sums, slice);
+      __syncthreads();
+      for (int i = thread; i < kSliceTokens * vectors; i += kThreads) {
+        const int slice_token = i / vectors, vector = i % vectors;
+        const int token = slice_token / kWarpTokens * kTokenTiles * 8 + slice * kWarpTokens + slice_token % kWarpTokens;
+        if (first_token() + token >= end_token()) continue;
+        if (cut) {
+          keep_sums(slice_token, token, vector);
+        } else {
+          finish<false>(slice_token, token, vector);
         }
-        __syncthreads();
       }
-      int* const flag = reinterpret_cast<int*>(shared_squares + kTokens);
-      if (!keep || !last_to_arrive(p.counters + at.unit, pieces, flag)) return;
+      __syncthreads();
     }
+    if (cut && last_to_arrive(p.counters + at.unit, pieces)) gather();
   }
 
  private:
-  static constexpr int kSliceTokens = 8 * kWarpsTokens;  // eight of every warp go through shared memory at a time
-
   struct Vector8 {
     float values[kWidth] = {};
 
@@ -136,29 +129,27 @@ struct GemmEpilogue {
   __device__ bool gated() const {
     return p.activation != Activation::kNone;
   }
-  __device__ bool has_norm() const {
-    return kNorm && p.norm_weight.data != nullptr;
-  }
 
   __device__ void share_sums(const Sums& sums, int slice) const {
     const int lane = opaque(threadIdx.x) % kWarpSize;  // computed before, the place spills for sm_90a
-    float* to = shared_sums + (warp_inputs * kSliceTokens + warp_tokens * 8 + lane % 4 * 2) * kSumsStride +
+    float* to = shared_sums + (warp_inputs * kSliceTokens + warp_tokens * kWarpTokens + lane % 4 * 2) * kSumsStride +
                 warp_rows * (kRowTiles * kTileRows / 2) + split_place(kGemmRows, lane / 4);
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {  // registers have no index: a branch for each
-      if (n != slice) continue;
+      if (n / kSliceTiles != slice) continue;
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          to[i % 2 * kSumsStride + split_place(kGemmRows, r * kTileRows + i / 2 * 8)] = sums.value[r][n][i];
+          to[(n % kSliceTiles * 8 + i % 2) * kSumsStride + split_place(kGemmRows, r * kTileRows + i / 2 * 8)] =
+              sums.value[r][n][i];
         }
       }
     }
   }
 
-  // A worker has two slots in the workspace, each of sums [tokens, kSumsStride] and the tokens' sums of squares. The
-  // second is for a unit that it begins.
+  // A worker has two slots in the workspace, each of sums [tokens, kSumsStride]. The second is for a unit that it
+  // begins.
   __device__ float* slot(int worker) const {
     const int begins = worker * p.plan.worker_chunks <= first_chunk ? 1 : 0;
     return static_cast<float*>(p.workspace) + static_cast<int64_t>(2 * worker + begins) * p.plan.slot_floats;
@@ -174,6 +165,7 @@ struct GemmEpilogue {
 
   __device__ Vector8 load_slots(int token, int row) const {
     Vector8 v;
+#pragma unroll 4  // loads at once
     for (int i = 0; i < pieces; ++i) {
       v.add(slot(first_worker + i) + token * kSumsStride, row, [](const float4* at) { return __ldcg(at); });
     }
@@ -189,40 +181,35 @@ struct GemmEpilogue {
       const float4 part{v.values[i], v.values[i + 1], v.values[i + 2], v.values[i + 3]};
       *reinterpret_cast<float4*>(to + token * kSumsStride + split_four(kGemmRows, row, i / 4)) = part;
     }
-    if (has_norm() && vector == 0) to[kTokens * kSumsStride + token] = shared_squares[token];
   }
 
-  // 1 / root mean square of x, divided by the norm weights' factor.
-  __device__ float norm_factor(bool gather, int token) const {
-    if (!has_norm()) return 1.0f;
-    float sum = 0.0f;
-    if (gather) {
-      for (int i = 0; i < pieces; ++i) sum += __ldcg(slot(first_worker + i) + kTokens * kSumsStride + token);
-    } else {
-      sum = shared_squares[token];
-    }
-    return rsqrtf(sum / static_cast<float>(p.k) + p.eps) / kNormScale<T>;
+  // The sums of a cut unit, from all workers' slots to the output.
+  __device__ void gather() const {
+    const int tokens = static_cast<int>(min(end_token() - first_token(), int64_t{kTokens}));
+    const int vectors = kGemmRows / kWidth / (gated() ? 2 : 1);
+#pragma unroll 1
+    for (int i = thread; i < tokens * vectors; i += kThreads) finish<true>(0, i / vectors, i % vectors);
   }
 
-  // Sums of eight rows from `row` of the unit on, normalised and with their bias.
-  __device__ Vector8 biased(bool gather, int slice_token, int token, int row, float factor) const {
-    Vector8 v = gather ? load_slots(token, row) : load_shared(slice_token, row);
+  // Sums of eight rows from `row` of the unit on, with their bias.
+  template <bool kFromSlots>
+  __device__ Vector8 biased(int slice_token, int token, int row) const {
+    Vector8 v = kFromSlots ? load_slots(token, row) : load_shared(slice_token, row);
     const int64_t first = first_row() + row, bias = kGrouped ? at.expert_tile.expert * p.n + first : first;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      v.values[i] *= factor;
       if (p.bias.data != nullptr && first + i < p.n) v.values[i] += vector_arg<T>(p.bias, bias + i);
     }
     return v;
   }
 
-  __device__ void finish(bool gather, int slice_token, int token, int vector) const {
-    const float factor = norm_factor(gather, token);
+  template <bool kFromSlots>
+  __device__ void finish(int slice_token, int token, int vector) const {
     // With an activation, 16 rows of the gate alternate with 16 rows of up.
     const int row = gated() ? vector / 2 * 2 * kTileRows + vector % 2 * kWidth : vector * kWidth;
-    Vector8 v = biased(gather, slice_token, token, row, factor);
+    Vector8 v = biased<kFromSlots>(slice_token, token, row);
     if (gated()) {
-      const Vector8 up = biased(gather, slice_token, token, row + kTileRows, factor);
+      const Vector8 up = biased<kFromSlots>(slice_token, token, row + kTileRows);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v.values[i] = activate_and_mul(p.activation, v.values[i], up.values[i]);
     }

@@ -26,9 +26,6 @@
 //
 // With a stack of experts (ExpertRows) each tile of tokens belongs to one expert. Its rows are gathered when they are
 // copied to shared memory, and scattered when they are stored.
-//
-// With a norm and few tokens (unless results must not depend on their number), x * norm_weight is rounded to 16 bits in
-// shared memory, and the sums are divided by the root mean square at the end (gemm_norm_cuda.h).
 #pragma once
 
 #include <type_traits>
@@ -38,7 +35,6 @@
 #include "gemm/gemm_copy_cuda.h"
 #include "gemm/gemm_epilogue_cuda.h"
 #include "gemm/gemm_mins_cuda.h"
-#include "gemm/gemm_norm_cuda.h"
 #include "gemm/gemm_position_cuda.h"
 #include "gemm/gemm_wide_kernel_cuda.h"
 
@@ -62,7 +58,6 @@ struct GemmKernel {
   static constexpr GemmTile kTile = gemm_tile(Weight::kFormat, kTokens);
   static constexpr bool kWaitsFirst = kGrouped;  // for the rows of the experts, which are another kernel's result
   static constexpr bool kDense = Weight::kFormat == WeightFormat::kDense;
-  static constexpr bool kNorm = kTokens <= kMostNormTokens && !kGrouped;
   static constexpr int kThreads = kTile.threads(), kTableBytes = gemm_table_bytes(Weight::kFormat);
   static constexpr int kResident = gemm_resident(Weight::kFormat, kTokens);
   // Whether a lane's place in the weight stays in a register. Two blocks have none to spare, and compute it again.
@@ -83,7 +78,6 @@ struct GemmKernel {
   static constexpr GemmStage kStage = gemm_stage(Weight::kFormat, kTokens, kChunk);
   static_assert(kWarpBlocks % kRun == 0);
   using Copy = GemmCopy<Weight, T, kTokens, kGrouped, kForm>;
-  using Norm = GemmNorm<T, kTokens, kChunk, kThreads>;
   using Epilogue = GemmEpilogue<T, kTokens, kWarpsRows, kWarpsTokens, kWarpsInputs, kGrouped>;
   using Mins = std::conditional_t<kMinsApart, GemmMins<T, 64, 128>, NoMins>;
   static_assert(Mins::kBytes <= gemm_sums_bytes(kTile));
@@ -108,10 +102,6 @@ struct GemmKernel {
         x_place(opaque(lane_x())),
         scale_place(opaque(lane_scales())),
         mins(kTableBytes + p.plan.stages * p.plan.stage_bytes) {}
-
-  __device__ bool has_norm() const {
-    return kNorm && p.norm_weight.data != nullptr;
-  }
 
   // ---- a stage's products ----
 
@@ -280,7 +270,6 @@ struct GemmKernel {
     const TokenTiles<kGrouped> tiles(p);
     int from = 0, to = 0, uncopied = worker_chunks<kGrouped>(p, tiles);  // places of stages, and chunks
     Copy copy(p, tiles);
-    Norm norm(copy.pieces);
     // Weights first: if they are constant, the kernel before has not ended yet (gemm_kernel).
     Copy weights = copy;
 #pragma unroll 1
@@ -309,7 +298,6 @@ struct GemmKernel {
       advance(to);
     };
     GemmPosition<kGrouped> here(p, tiles);
-    if (has_norm()) norm.load(p, here.chunk);
 #pragma unroll 1
     while (uncopied + ahead > 0) {
       const int chunks = min(uncopied + ahead, p.plan.chunks - here.chunk);  // of this unit
@@ -317,13 +305,11 @@ struct GemmKernel {
       for (int chunk = here.chunk; chunk < here.chunk + chunks; ++chunk) {
         const int i = chunk - here.chunk;
         wait_for_copies(ahead - 1);
-        if (has_norm()) norm.apply(shared + from + kStage.x);
         __syncthreads();  // this chunk is there for everybody, and nobody reads the one before any more
         if constexpr (kMinsApart) {
           if (mins.is_batch(i)) mins.template add<true>(sums.value, first_row_tile, first_block / kWarpBlocks, i);
         }
         start_copy();
-        if (has_norm()) norm.load(p, chunk + 1 < p.plan.chunks ? chunk + 1 : 0);
         multiply(shared + from, chunk, i);
         advance(from);
       }
@@ -332,9 +318,7 @@ struct GemmKernel {
         mins.template add<false>(sums.value, first_row_tile, first_block / kWarpBlocks, chunks);
         __syncthreads();  // and has been read before the sums take its place
       }
-      Epilogue epilogue(p, tiles, here.unit, reinterpret_cast<float*>(shared + end));
-      if (has_norm()) norm.share(epilogue.shared_squares);
-      epilogue.store(sums);
+      Epilogue(p, tiles, here.unit, reinterpret_cast<float*>(shared + end)).store(sums);
       sums = {};
       here.next_unit(p, tiles);
     }

@@ -38,7 +38,6 @@ inline constexpr int kGemmRows = 128;        // weight rows of a unit
 inline constexpr int kGemmBlockInputs = 32;  // inputs that a warp takes at a time; groups are multiples of it
 inline constexpr int kMostExactTokens = 64;  // tiles up to here scale the fp32 sums, wider ones the 16-bit weights
 inline constexpr int kBandTiles = 8;
-inline constexpr int kMostNormTokens = 16;   // tiles up to here normalise on the fly, wider ones in a kernel before
 inline constexpr int kInvariantTokens = 32;  // the tile for any number of tokens where results must not depend on it
 
 constexpr int packed_bits(WeightFormat format) {
@@ -100,12 +99,12 @@ constexpr GemmStage gemm_stage(WeightFormat format, int tokens, int chunk) {
   return {.x = x, .scales = x + tokens * row_bytes};
 }
 
-// Shared memory after the pipeline: the sums of 8 tokens of every warp on their way out, sums of squares, a flag.
+// Shared memory after the pipeline: the sums of 8 tokens of every warp on their way out.
 inline constexpr int kSumsStride =
     2 * split_half(kGemmRows) - 4;  // the stride of a token's sums, placed by split_place
 constexpr int gemm_sums_bytes(const GemmTile& tile) {
   const int sums = tile.warps_inputs * tile.warps_tokens * 8 * kSumsStride;
-  return (sums + tile.tokens + 4) * 4;
+  return sums * 4;
 }
 
 // Blocks that a multiprocessor's registers hold. Wide tiles have 128 sums in every thread; and packed formats, which
@@ -124,8 +123,8 @@ constexpr GemmTile gemm_tile(WeightFormat format, int tokens) {
   return {tokens, chunk, 4, 1, 2};
 }
 
-// Many tokens (gemm_wide_kernel_cuda.h): bound by the tensor cores if every warp has 64 rows by 64 tokens, which reads
-// shared memory least often. Warps that 128 tokens leave over share out the inputs.
+// Many tokens (gemm_wide_kernel_cuda.h): bound by the tensor cores if every warp has 64 rows by 64 tokens, which with
+// mma reads shared memory least often. Warps that 128 tokens leave over share out the inputs.
 constexpr GemmTile wide_tile(int tokens) {
   return {tokens, 64, 2, tokens / 64, 256 / tokens};
 }
@@ -242,7 +241,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
     const int64_t worker_chunks = std::max({up(total, slots), up(plan.chunks, most_pieces), least_chunks});
     plan.worker_chunks = static_cast<int>(worker_chunks);
     plan.workers = static_cast<int>(up(total, worker_chunks));
-    plan.slot_floats = tokens * (kSumsStride + 1);
+    plan.slot_floats = tokens * kSumsStride;
     plan.workspace_bytes = static_cast<size_t>(int64_t{2} * plan.workers * plan.slot_floats) * 4;
   }
   plan.launch.grid = plan.workers;

@@ -210,8 +210,9 @@ __global__ void __launch_bounds__(kThreads) route_experts_kernel(RouteExpertsPar
   grid_dependency_launch();
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
   if (token < p.tokens) choose_experts<T, kSlots>(p, token);
-  int* const shared = reinterpret_cast<int*>(dynamic_shared());
-  if (last_to_arrive(p.arrived, static_cast<int>(gridDim.x), shared)) RowSorter(p, shared + 1).sort();
+  if (last_to_arrive(p.arrived, static_cast<int>(gridDim.x))) {
+    RowSorter(p, reinterpret_cast<int*>(dynamic_shared())).sort();
+  }
 }
 
 }  // namespace
@@ -220,7 +221,7 @@ void route_experts(const RouteExpertsParams& p, void* stream) {
   const int64_t blocks = (p.tokens + kWarps - 1) / kWarps;
   const LaunchConfig config{.grid = blocks > 0 ? blocks : 1,  // without tokens every expert has no rows
                             .block = kThreads,
-                            .shared_bytes = (1 + kWarps * static_cast<size_t>(p.experts) + kWarps) * sizeof(int),
+                            .shared_bytes = kWarps * (static_cast<size_t>(p.experts) + 1) * sizeof(int),
                             .dependent = true};
   dispatch_cuda(p.dtype, [&]<class T>(T) {
     const auto kernel = p.experts <= 128   ? route_experts_kernel<T, 4>

@@ -7,10 +7,11 @@
 #include "common/cuda/row.h"
 #include "common/cuda/vector_io.h"
 #include "elementwise/gated_inputs_cuda.h"
-#include "quant/w8a8_gemm.h"
+#include "quant/w8a8_gemm_unit_cuda.h"
 
 namespace fastinfer::cuda {
 
+template <int kTokens>
 struct W8a8Epilogue {
   static constexpr int kWidth = 8;  // columns that a thread takes at a time
 
@@ -19,12 +20,12 @@ struct W8a8Epilogue {
   const int64_t first_row, first_token;
   const int tokens;  // tokens of the tile that exist
 
-  __device__ W8a8Epilogue(const W8a8GemmParams& params, int32_t* sums)
+  __device__ W8a8Epilogue(const W8a8GemmParams& params, const W8a8Unit& unit, int32_t* sums)
       : p(params),
         sums(sums),
-        first_row(static_cast<int64_t>(blockIdx.x / params.w8a8_plan.token_tiles) * kW8a8Rows),
-        first_token(static_cast<int64_t>(blockIdx.x % params.w8a8_plan.token_tiles) * params.w8a8_plan.tile.tokens),
-        tokens(static_cast<int>(min(params.m - first_token, static_cast<int64_t>(params.w8a8_plan.tile.tokens)))) {}
+        first_row(unit.first_row()),
+        first_token(unit.first_token(params)),
+        tokens(static_cast<int>(min(params.m - first_token, int64_t{kTokens}))) {}
 
   __device__ void store() {
     if (p.w8a8_plan.splits > 1 && !gather()) return;
@@ -36,61 +37,101 @@ struct W8a8Epilogue {
   }
 
  private:
-  // Calls fn(place in shared memory, place in a slot) for this thread's runs of four sums, which slots hold in the same
-  // order without the gap.
-  template <class Fn>
-  __device__ void each_four(Fn&& fn) {
-    for (int i = threadIdx.x * 4; i < tokens * kW8a8Rows; i += kW8a8Threads * 4) {
-      const int place = i % kW8a8Rows, gap = place < kW8a8Rows / 2 ? 0 : split_half(kW8a8Rows) - kW8a8Rows / 2;
-      fn(reinterpret_cast<int4*>(sums + i / kW8a8Rows * kW8a8SumsStride + place + gap), i);
-    }
+  // A thread moves sums in fours, which slots hold in the same order without the gap.
+  static constexpr int kStep = kW8a8Threads * 4, kFours = kTokens * kW8a8Rows / kStep;
+
+  __device__ int four(int i) const {
+    return i * kStep + static_cast<int>(threadIdx.x) * 4;
+  }
+  __device__ bool exists(int i) const {
+    return four(i) < tokens * kW8a8Rows;
+  }
+  __device__ int4& shared_four(int i) const {
+    const int place = four(i) % kW8a8Rows, gap = place < kW8a8Rows / 2 ? 0 : split_half(kW8a8Rows) - kW8a8Rows / 2;
+    return *reinterpret_cast<int4*>(sums + four(i) / kW8a8Rows * kW8a8SumsStride + place + gap);
   }
 
-  // Returns true if this block is the unit's last. It then has the sums of all.
+  // Returns true if this block is the unit's last. It then has the sums of all. It waits for 16 loads at a time, since
+  // nobody else computes meanwhile.
   __device__ bool gather() {
-    const int splits = static_cast<int>(gridDim.y), slot_ints = p.w8a8_plan.tile.tokens * kW8a8Rows;
-    int32_t* const slots = p.sums + static_cast<int64_t>(blockIdx.x) * splits * slot_ints;
-    int32_t* const own = slots + static_cast<int64_t>(blockIdx.y) * slot_ints;
-    each_four([&](int4* shared, int i) { *reinterpret_cast<int4*>(own + i) = *shared; });
-    if (!last_to_arrive(p.counters + blockIdx.x, splits, sums + p.w8a8_plan.tile.tokens * kW8a8SumsStride))
-      return false;
-    each_four([&](int4* shared, int i) {
-      int4 sum{};
-      for (int s = 0; s < splits; ++s) {
-        const int4 part = __ldcg(reinterpret_cast<const int4*>(slots + static_cast<int64_t>(s) * slot_ints + i));
-        sum.x += part.x;
-        sum.y += part.y;
-        sum.z += part.z;
-        sum.w += part.w;
+    constexpr int kSlot = kTokens * kW8a8Rows, kBatch = kFours < 4 ? kFours : 4, kPieces = 16 / kBatch;
+    const int splits = static_cast<int>(gridDim.y);
+    int32_t* const slots = p.sums + static_cast<int64_t>(blockIdx.x) * splits * kSlot;
+    int32_t* const own = slots + static_cast<int64_t>(blockIdx.y) * kSlot;
+#pragma unroll 4
+    for (int i = 0; i < kFours; ++i) {
+      if (exists(i)) *reinterpret_cast<int4*>(own + four(i)) = shared_four(i);
+    }
+    if (!last_to_arrive(p.counters + blockIdx.x, splits)) return false;
+#pragma unroll 1
+    for (int first = 0; first < kFours; first += kBatch) {
+      int4 sum[kBatch] = {};
+#pragma unroll 1
+      for (int split = 0; split < splits; split += kPieces) {
+        int4 piece[kPieces][kBatch] = {};
+#pragma unroll
+        for (int s = 0; s < kPieces; ++s) {
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            const int32_t* const from = slots + static_cast<int64_t>(split + s) * kSlot + four(first + i);
+            if (split + s < splits && exists(first + i)) piece[s][i] = __ldcg(reinterpret_cast<const int4*>(from));
+          }
+        }
+#pragma unroll
+        for (int s = 0; s < kPieces; ++s) {
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            sum[i].x += piece[s][i].x;
+            sum[i].y += piece[s][i].y;
+            sum[i].z += piece[s][i].z;
+            sum[i].w += piece[s][i].w;
+          }
+        }
       }
-      *shared = sum;
-    });
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (exists(first + i)) shared_four(first + i) = sum[i];
+      }
+    }
     __syncthreads();
     return true;
   }
 
+  // Scales and biases of kWidth weight rows. Scales exist for whole row tiles.
+  struct Rows {
+    int row;
+    float scale[kWidth], bias[kWidth] = {};
+  };
+
   template <class T>
-  __device__ float bias(int64_t row) const {
-    if (p.bias.data == nullptr) return 0.0f;
-    return p.bias.dtype == DType::kFloat32 ? static_cast<const float*>(p.bias.data)[row]
-                                           : to_float(static_cast<const T*>(p.bias.data)[row]);
+  __device__ Rows load_rows(int row, int count) const {
+    Rows rows{.row = row};
+    const int64_t first = first_row + row;
+    if (p.weight.scale_dtype == DType::kFloat16) {
+      load_floats(static_cast<const __half*>(p.weight.scales) + first, rows.scale);
+    } else {
+      load_floats(static_cast<const float*>(p.weight.scales) + first, rows.scale);
+    }
+    if (p.bias.data == nullptr) return rows;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      if (j >= count) break;
+      rows.bias[j] = p.bias.dtype == DType::kFloat32 ? static_cast<const float*>(p.bias.data)[first + j]
+                                                     : to_float(static_cast<const T*>(p.bias.data)[first + j]);
+    }
+    return rows;
   }
 
-  // Loads sums of the weight rows from `row` on, scaled and with their bias. Scales exist for whole row tiles.
-  template <class T>
-  __device__ void load_values(int token, int row, float x_scale, int count, float (&values)[kWidth]) const {
-    if (p.weight.scale_dtype == DType::kFloat16) {
-      load_floats(static_cast<const __half*>(p.weight.scales) + first_row + row, values);
-    } else {
-      load_floats(static_cast<const float*>(p.weight.scales) + first_row + row, values);
-    }
+  // Loads a token's sums of these rows, scaled and with their bias.
+  __device__ void load_values(int token, const Rows& rows, float x_scale, float (&values)[kWidth]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto four = load_vector<4>(sums + token * kW8a8SumsStride + split_four(kW8a8Rows, row, half));
+      const auto four = load_vector<4>(sums + token * kW8a8SumsStride + split_four(kW8a8Rows, rows.row, half));
 #pragma unroll
-      for (int j = 4 * half; j < 4 * half + 4; ++j) {
-        values[j] = static_cast<float>(four.values[j % 4]) * values[j] * x_scale;
-        if (j < count) values[j] += bias<T>(first_row + row + j);
+      for (int j = 0; j < 4; ++j) {
+        const int i = 4 * half + j;
+        values[i] = static_cast<float>(four.values[j]) * rows.scale[i] * x_scale;
+        values[i] += rows.bias[i];
       }
     }
   }
@@ -109,23 +150,25 @@ struct W8a8Epilogue {
     return activate(activation, inputs.gate, inputs.gain) * inputs.up;
   }
 
+  // A thread has the same columns of several tokens.
   template <class T>
   __device__ void finish() const {
     const bool gated = p.activation != Activation::kNone;
     const int vectors = kW8a8Rows / kWidth / (gated ? 2 : 1);
     const int64_t width = gated ? p.n / 2 : p.n, first_column = first_row / (gated ? 2 : 1);
-    for (int i = threadIdx.x; i < tokens * vectors; i += kW8a8Threads) {
-      const int token = i / vectors, column = i % vectors * kWidth;
-      const int count = static_cast<int>(min(width - first_column - column, int64_t{kWidth}));
-      if (count <= 0) continue;
-      // With an activation rows come as 16 of the gate, 16 of up.
-      const int row = gated ? column / kTileRows * 2 * kTileRows + column % kTileRows : column;
+    const int column = static_cast<int>(threadIdx.x) % vectors * kWidth;
+    const int count = static_cast<int>(min(width - first_column - column, int64_t{kWidth}));
+    if (count <= 0) return;
+    // With an activation rows come as 16 of the gate, 16 of up.
+    const int row = gated ? column / kTileRows * 2 * kTileRows + column % kTileRows : column;
+    const Rows rows = load_rows<T>(row, count), up_rows = gated ? load_rows<T>(row + kTileRows, count) : Rows{};
+    for (int token = static_cast<int>(threadIdx.x) / vectors; token < tokens; token += kW8a8Threads / vectors) {
       const float x_scale = p.x_scales[first_token + token];
       const int64_t offset = (first_token + token) * width + first_column + column;
       const T* const residual = p.residual != nullptr ? static_cast<const T*>(p.residual) + offset : nullptr;
       float values[kWidth], up[kWidth];
-      load_values<T>(token, row, x_scale, count, values);
-      if (gated) load_values<T>(token, row + kTileRows, x_scale, count, up);
+      load_values(token, rows, x_scale, values);
+      if (gated) load_values(token, up_rows, x_scale, up);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         if (j >= count) break;

@@ -32,9 +32,6 @@ struct SampleBlock {
   __device__ int* counter() const {
     return reinterpret_cast<int*>(candidates() + max_candidates);
   }
-  __device__ int* flag() const {
-    return counter() + 1;
-  }
 
   // Memory to write before one barrier and read after it. It comes again after the next: two barriers later.
   __device__ double* exchange() {

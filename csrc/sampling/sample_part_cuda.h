@@ -77,7 +77,7 @@ class SampleParts {
   // Writes what this block has found, which all threads know; true in the block that is the row's last.
   __device__ bool write(SampleBlock& block, const SampleParams& p, const SamplePart& part) const {
     if (threadIdx.x == 0) parts_[blockIdx.y] = part;
-    return last_to_arrive(p.arrived + blockIdx.x, plan_.parts, block.flag());
+    return last_to_arrive(p.arrived + blockIdx.x, plan_.parts);
   }
 
   // Lists the likeliest tokens of this block's part, none below `lowest`, and says how far down and how many: at least

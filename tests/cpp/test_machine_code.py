@@ -204,11 +204,15 @@ def test_pipes_and_bytes() -> None:
     pipes = {
         "HMMA.16816.F32": "hmma", "IMMA.16832.S8.S8": "imma", "HFMA2.BF16_V2": "bf16", "HFMA2": "half",
         "IMAD.WIDE": "imad", "FFMA": "fp32", "LOP3.LUT": "alu", "F2FP.BF16.F32.PACK_AB": "alu", "MUFU.EX2": "mufu",
-        "I2F.S8": "mufu", "LDGSTS.E.BYPASS.128": "copy", "LDG.E.128": "load", "LDS.128": "shared load", "LDSM.16.M88.4":
-        "shared load", "STS": "shared store", "SHFL.BFLY": "shuffle", "BSYNC": "branch", "UIADD3": "uniform",
+        "HGMMA.64x256x16.F32.BF16": "hgmma",
+        "IGMMA.64x256x32.S8.S8": "igmma", "I2F.S8": "mufu", "LDGSTS.E.BYPASS.128": "copy", "LDG.E.128": "load",
+        "LDS.128": "shared load", "LDSM.16.M88.4": "shared load", "STS": "shared store", "SHFL.BFLY": "shuffle",
+        "BSYNC": "branch", "UIADD3": "uniform",
     }  # fmt: skip
     assert {opcode: pipe_of(opcode) for opcode in pipes} == pipes
     sizes = {"LDG.E.128.CONSTANT": 16, "LDS.64": 8, "LDG.E": 4, "STG.E.U16": 2, "LDS.U8": 1, "LDSM.16.M88.4": 16}
+    sizes["HGMMA.64x256x16.F32.BF16"] = (64 + 256) * 32 // 128  # two matrices, which four warps read together
+    sizes["IGMMA.64x256x32.S8.S8"] = 256 * 32 // 128  # the other is in registers
     assert {opcode: thread_bytes(opcode) for opcode in sizes} == sizes
 
 
@@ -268,6 +272,12 @@ def test_shares_of_copy_and_of_the_tensor_peak() -> None:
     wide = replace(ROUND, bytes=1, flop=100 * 4096, bound_by_tensor_cores=True)
     bound = bound_of(products, wide, A100, 32)
     assert (bound.share, bound.tflops) == (pytest.approx(1), pytest.approx(312, rel=0.01))
+    products = cost_of(walk_of(HGMMA_64x256x16_F32_BF16=4), straight=False)
+    wide = replace(wide, flop=4 * 2 * 16 * 256 * 16, l2_bytes=1)
+    assert bound_of(products, wide, H100, 32).share == pytest.approx(0.96)
+    products = cost_of(walk_of(IGMMA_64x256x32_S8_S8=4), straight=False)
+    wide = replace(wide, flop=4 * 2 * 16 * 256 * 32)
+    assert bound_of(products, wide, H100, 32).share == pytest.approx(0.96)
 
 
 # ---- rounds of kernels ----
@@ -280,6 +290,16 @@ def test_round_of_a_product() -> None:
     # A warp's eighth of 128 x 128 nibbles and of 16 x 128 tokens; 2 row tiles x 2 token tiles x 4 blocks of 16 inputs.
     assert dict(work.work) == {"LDGSTS": 1024 // 512 + 512 // 512 + 1, "HMMA": 16}
     assert (work.bytes, work.flop) == (1024 + 32, 16 * 4096)
+
+
+def test_round_of_a_product_of_warpgroups() -> None:
+    tiles = {"Dense": {256: Tile(128, 64, 256, 196608, warpgroups=True)}}
+    (work,) = rounds_of("gemm_kernel<GemmWideKernel<DenseWeight<bf16>, bf16, 256, false>>", tiles) or []
+    assert dict(work.work) == {"LDGSTS": 2048 // 512 + 4096 // 512, "HGMMA": 4}
+    assert work.flop == 2 * 128 * 256 * 64 / 8
+    (work,) = rounds_of("w8a8_gemm_kernel<256>", {"w8a8": {256: Tile(128, 128, 256, 196608, warpgroups=True)}}) or []
+    assert dict(work.work) == {"LDGSTS": 2048 // 512 + 4096 // 512, "IGMMA": 4}
+    assert work.flop == 2 * 128 * 256 * 128 / 8
 
 
 def test_rounds_of_attention() -> None:

@@ -71,10 +71,13 @@ void Block::start(Index index) {
   waited_ = !launch_.dependent;
   poison_shared();
   barriers_.assign(16, {});
+  unfenced_ = 0;
   for (Thread& thread : threads_) {
     thread.state = State::kReady;
     thread.copies.clear();
     thread.groups.clear();
+    thread.products = {};
+    thread.copied = thread.published = false;
     prepare(thread.fiber, &Block::entry);
   }
 #if defined(EMULATION_TRAFFIC)
@@ -226,8 +229,10 @@ int Block::barrier(int id, int count, bool vote, Site site) {
   if (++barrier.arrived == barrier.expected) {
     barrier.arrived = 0;
     self.votes = barrier.votes;
+    publish_copies(self);
     for (Thread& thread : threads_) {
       if (thread.state != State::kBarrier || thread.barrier != id) continue;
+      publish_copies(thread);
       thread.state = State::kReady;
       thread.votes = barrier.votes;
     }
@@ -290,6 +295,25 @@ void Block::yield() {
 void Block::fence() {
   acquire(&observed_);
   release(&fenced_);
+}
+
+// The thread has passed a barrier: products of other threads may read its copies.
+void Block::publish_copies(Thread& thread) {
+  if (thread.copied && !thread.published) ++unfenced_;
+  thread.published = thread.published || thread.copied;
+  thread.copied = false;
+}
+
+void Block::fence_async_shared() {
+  if (thread_->published) --unfenced_;
+  thread_->copied = thread_->published = false;
+}
+
+void Block::issue(Product product, void* d, size_t bytes, bool adds, Site site) {
+  if (thread_->copied || unfenced_ > 0)
+    fail("copies without fence_async_shared before the product at " + describe(site));
+  product.thread = thread_->index;
+  thread_->products.issue(product, d, bytes, adds, site);
 }
 
 void Block::atomic_operation(const void* p) {

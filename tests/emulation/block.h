@@ -8,6 +8,7 @@
 
 #include "emulator.h"
 #include "fiber.h"
+#include "products.h"
 
 namespace emulation {
 
@@ -25,6 +26,9 @@ struct Thread {
   void* token = nullptr;
   std::vector<Copy> copies;               // not committed
   std::vector<std::vector<Copy>> groups;  // committed, oldest first
+  Products products;
+  bool copied = false;     // copies have arrived since the last barrier or fence_async_shared
+  bool published = false;  // and then there was a barrier, but no such fence
 };
 
 struct Barrier {
@@ -76,6 +80,8 @@ class Block {
   void wait_for_previous(Site site);
   void yield();
   void fence();
+  void fence_async_shared();
+  void issue(Product product, void* d, size_t bytes, bool adds, Site site);
   void atomic_operation(const void* p);
   [[noreturn]] void fail(const std::string& message);
 
@@ -86,6 +92,7 @@ class Block {
   void finish();
   void resume(Thread& thread);
   void wait(State state, Site site);
+  void publish_copies(Thread& thread);
   [[noreturn]] void error(const std::string& message) const;
 
   static Block* current_;
@@ -100,6 +107,7 @@ class Block {
   bool running_ = false;
   bool waited_ = false;  // for the kernel before
   std::string error_;
+  unsigned unfenced_ = 0;  // threads that have published copies without fence_async_shared
   char end_token_ = 0, fenced_ = 0, observed_ = 0;
 };
 

@@ -108,7 +108,26 @@ void complete_mma(void* const (&ops)[32], uint32_t /*mask*/) {
   }
 }
 
+struct Quad {
+  const uint32_t* own;
+  uint32_t (*all)[4];
+};
+
+void complete_quads(void* const (&ops)[32], uint32_t /*mask*/) {
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      const auto& other = *static_cast<const Quad*>(ops[lane / 4 * 4 + i]);
+      std::memcpy(static_cast<const Quad*>(ops[lane])->all[i], other.own, sizeof *other.all);
+    }
+  }
+}
+
 }  // namespace
+
+void share_in_quad(const uint32_t (&own)[4], uint32_t (&all)[4][4], Site site) {
+  Quad op{own, all};
+  collective(kAll, &op, complete_quads, site);
+}
 
 uint64_t shuffle(uint32_t mask, uint64_t value, int source, Site site) {
   Shuffle op{value, value, source};

@@ -141,7 +141,28 @@ std::vector<Copy> arrived_copies(size_t pending) {
   const auto end = groups.end() - static_cast<std::ptrdiff_t>(pending);
   for (auto group = groups.begin(); group != end; ++group) arrived.insert(arrived.end(), group->begin(), group->end());
   groups.erase(groups.begin(), end);
+  if (!arrived.empty()) Block::current().thread().copied = true;
   return arrived;
+}
+
+void fence_products() {
+  Block::current().thread().products.fence();
+}
+
+void issue(Product product, void* d, size_t bytes, bool adds, Site site) {
+  Block::current().issue(product, d, bytes, adds, site);
+}
+
+void commit_products() {
+  Block::current().thread().products.commit();
+}
+
+void wait_for_products(size_t pending) {
+  Block::current().thread().products.wait(pending);
+}
+
+void fence_async_shared() {
+  Block::current().fence_async_shared();
 }
 
 }  // namespace emulation

@@ -80,4 +80,20 @@ void enqueue(const Copy& copy);
 void commit_copies();
 std::vector<Copy> arrived_copies(size_t pending);  // removes and returns those of all groups but the last `pending`
 
+// Products of a warpgroup (products.h): `add_half` adds the running thread's part over half of the inputs to its sums.
+struct Product {
+  unsigned thread = 0;
+  uint32_t a_quad[4][4] = {};  // or a in registers: those of the four lanes that hold the same rows
+  uint64_t a = 0, b = 0;       // matrices in shared memory
+  void (*add_half)(const Product& product, void* sums, int half) = nullptr;
+};
+void share_in_quad(const uint32_t (&own)[4], uint32_t (&all)[4][4], Site site);  // a collective
+void fence_products();
+void issue(Product product, void* d, size_t bytes, bool adds, Site site);
+void commit_products();
+void wait_for_products(size_t pending);
+
+// Copies that have arrived must be followed by this before a barrier, if a product comes after the barrier.
+void fence_async_shared();
+
 }  // namespace emulation

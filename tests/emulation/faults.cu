@@ -10,6 +10,7 @@
 #include "block_order.h"
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
+#include "common/cuda/wgmma.h"
 #include "memory_guard.h"
 
 namespace fastinfer::cuda {
@@ -17,7 +18,7 @@ namespace {
 
 enum class Fault { kNone, kPresent };
 
-constexpr int kThreads = 64, kCount = kThreads - 4, kBlocks = 4;
+constexpr int kThreads = 64, kCount = kThreads - 4, kBlocks = 4, kGroup = 128;
 
 // Each thread writes its element; the fault is one element too many.
 template <Fault kFault>
@@ -90,6 +91,47 @@ __global__ void early_read(int* out, int count) {
   }
   __syncthreads();
   if (i < count) out[i] = i;
+}
+
+// A product of ones, whose operands are one matrix [64, 64]. The faults: it is read before the wait; a copy overwrites
+// the operands before the wait; copies are not made visible to products.
+enum class ProductFault { kNone, kEarlySums, kFreedStage, kMissingFence };
+
+template <ProductFault kFault>
+__device__ void product(int* out, int count) {
+  unsigned char* const shared = dynamic_shared();
+  const int i = static_cast<int>(threadIdx.x), vectors = 64 * 128 / 16;
+  for (int j = i; j < vectors; j += kGroup) {
+    for (int l = 0; l < 4; ++l) out[4 * j + l] = 0x3f803f80;
+    cp_async(shared + j * 16, out + 4 * j);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  if (kFault != ProductFault::kMissingFence) fence_async_shared();
+  __syncthreads();
+  float d[32] = {};
+  wgmma_fence(d);
+  wgmma<__nv_bfloat16, 64>(d, wgmma_matrix(shared), wgmma_matrix(shared));
+  wgmma_commit();
+  if (kFault == ProductFault::kFreedStage) cp_async(shared, out);
+  if (kFault != ProductFault::kEarlySums) wgmma_wait<0>(d);
+  if (!(d[0] == 16.0f)) __trap();
+  if (i < count) out[i] = i;
+}
+
+template <Fault kFault>
+__global__ void early_sums(int* out, int count) {
+  product<kFault == Fault::kPresent ? ProductFault::kEarlySums : ProductFault::kNone>(out, count);
+}
+
+template <Fault kFault>
+__global__ void freed_stage(int* out, int count) {
+  product<kFault == Fault::kPresent ? ProductFault::kFreedStage : ProductFault::kNone>(out, count);
+}
+
+template <Fault kFault>
+__global__ void missing_async_fence(int* out, int count) {
+  product<kFault == Fault::kPresent ? ProductFault::kMissingFence : ProductFault::kNone>(out, count);
 }
 
 // Adds up what the other blocks have written; the fault is that the block with the highest number believes to be the
@@ -228,6 +270,7 @@ bool run(std::string_view name) {
   };
   const LaunchConfig one{.grid = 1, .block = kThreads, .shared_bytes = kThreads * sizeof(int)};
   const LaunchConfig several{.grid = kBlocks, .block = kThreads};
+  const LaunchConfig group{.grid = 1, .block = kGroup, .shared_bytes = 64 * 128};
   const LaunchConfig dependent{.grid = kBlocks, .block = kThreads, .dependent = true};
   if (name == "constant_before_wait") {
     const IntMemory memory(kBlocks * kThreads), constants(kBlocks * kThreads);
@@ -245,6 +288,9 @@ bool run(std::string_view name) {
          start("barrier_after_exit", barrier_after_exit<kFault>, one, kCount) ||
          start("divergent_vote", divergent_vote<kFault>, one, kCount) ||
          start("early_read", early_read<kFault>, one, kCount) ||
+         start("early_sums", early_sums<kFault>, group, 64 * 32) ||
+         start("freed_stage", freed_stage<kFault>, group, 64 * 32) ||
+         start("missing_async_fence", missing_async_fence<kFault>, group, 64 * 32) ||
          start("order_of_blocks", order_of_blocks<kFault>, several, kBlocks * kThreads + 1) ||
          start("shared_scratch", shared_scratch<kFault>, several, kBlocks * kThreads + 1) ||
          start("missing_release_fence", missing_release_fence<kFault>, several, kBlocks * kThreads + 1) ||

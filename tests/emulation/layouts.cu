@@ -3,9 +3,11 @@
 // brackets, so that nvcc looks past this folder.
 #include <common/cuda/launch.h>
 #include <common/cuda/ptx.h>
+#include <common/cuda/wgmma.h>
 
 #include <cstdint>
 #include <string_view>
+#include <type_traits>
 
 namespace fastinfer::cuda {
 namespace {
@@ -106,6 +108,52 @@ __global__ void cp_async_kernel(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = words[i];
 }
 
+// in [a 64 rows of k, then b], in swizzled rows of 128 bytes, out [128, kColumns / 2]. Four products, so k is 64, or
+// 128 of int8: into d that a first one has written, in two groups. Without wgmma nothing is written.
+template <class T, int kColumns, bool kRegisters, bool kTransposed>
+__global__ void wgmma_kernel(const uint32_t* in, uint32_t* out) {
+  if constexpr (kHasWgmma) {
+    constexpr int kWords = (64 + kColumns) * 32;
+    unsigned char* const shared = dynamic_shared();
+    for (int i = threadIdx.x * 4; i < kWords; i += blockDim.x * 4) cp_async(shared + i * 4, in + i);
+    cp_async_commit();
+    cp_async_wait<0>();
+    fence_async_shared();
+    __syncthreads();
+    const uint64_t a = wgmma_matrix(shared), b = wgmma_matrix(shared + 64 * 128, kTransposed ? 64 * 128 : 0);
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
+    uint32_t fragments[4][4];
+    for (int i = 0; i < 4; ++i) {
+      ldmatrix(fragments[i], shared + row * 128 + ((i * 32 + lane / 16 * 16) ^ row % 8 * 16));
+    }
+    constexpr bool kInt8 = std::is_same_v<T, int8_t>;
+    std::conditional_t<kInt8, int32_t, float> d[kColumns / 2];
+    for (auto& sum : d) sum = 1;
+    wgmma_fence(d, fragments);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t rows = b + i * (kTransposed ? 2048 : 32) / 16;
+      if constexpr (kInt8) {
+        wgmma_int8<kColumns>(d, fragments[i], rows, i > 0);
+      } else if constexpr (kRegisters) {
+        wgmma<T, kColumns, kTransposed>(d, fragments[i], rows, i > 0);
+      } else {
+        wgmma<T, kColumns>(d, a + i * 32 / 16, rows, i > 0);
+      }
+      if (i % 2 == 1) wgmma_commit();
+    }
+    wgmma_wait<1>();
+    wgmma_wait<0>(d);
+    for (int i = 0; i < kColumns / 2; ++i) {
+      if constexpr (kInt8) {
+        out[threadIdx.x * (kColumns / 2) + i] = static_cast<uint32_t>(d[i]);
+      } else {
+        out[threadIdx.x * (kColumns / 2) + i] = __float_as_uint(d[i]);
+      }
+    }
+  }
+}
+
 using Kernel = void (*)(const uint32_t*, uint32_t*);
 
 // Votes of several warps on the lowest bits of a word: any, all and how many of the block's threads have them.
@@ -123,6 +171,7 @@ struct Named {
   std::string_view name;
   Kernel kernel;
   unsigned threads = 32;
+  unsigned shared_bytes = 512;
 };
 
 constexpr Named kKernels[] = {
@@ -146,6 +195,14 @@ constexpr Named kKernels[] = {
     {"shuffle", shuffle_kernel},
     {"cp_async", cp_async_kernel},
     {"vote", vote_kernel, 96},
+    {"wgmma float16 64", wgmma_kernel<__half, 64, false, false>, 128, 16384},
+    {"wgmma bfloat16 128", wgmma_kernel<__nv_bfloat16, 128, false, false>, 128, 24576},
+    {"wgmma bfloat16 256", wgmma_kernel<__nv_bfloat16, 256, false, false>, 128, 40960},
+    {"wgmma float16 64 registers", wgmma_kernel<__half, 64, true, false>, 128, 16384},
+    {"wgmma bfloat16 128 registers transposed", wgmma_kernel<__nv_bfloat16, 128, true, true>, 128, 24576},
+    {"wgmma int8 64", wgmma_kernel<int8_t, 64, true, false>, 128, 16384},
+    {"wgmma int8 256", wgmma_kernel<int8_t, 256, true, false>, 128, 40960},
+    {"wgmma float16 256 registers transposed", wgmma_kernel<__half, 256, true, true>, 128, 40960},
 };
 
 }  // namespace
@@ -154,9 +211,9 @@ constexpr Named kKernels[] = {
 // Runs the kernel of this name with one block; 0, or 1 if there is none.
 extern "C" __attribute__((visibility("default"))) int run_layout(const char* name, const uint32_t* in, uint32_t* out) {
   using namespace fastinfer::cuda;
-  for (const auto& [known, kernel, threads] : kKernels) {
+  for (const auto& [known, kernel, threads, shared_bytes] : kKernels) {
     if (known != name) continue;
-    launch(name, kernel, {.grid = 1, .block = threads, .shared_bytes = 512}, nullptr, in, out);
+    launch(name, kernel, {.grid = 1, .block = threads, .shared_bytes = shared_bytes}, nullptr, in, out);
     return 0;
   }
   return 1;

@@ -33,10 +33,15 @@ STUCK = [
     ("early_read", "trap"),
     ("missing_wait", "ends without grid_dependency_wait"),
 ]
+PRODUCTS = [
+    ("early_sums", "trap"),
+    ("freed_stage", "trap"),
+    ("missing_async_fence", "copies without fence_async_shared"),
+]
 BLOCKS = [("order_of_blocks", "trap"), ("shared_scratch", "trap")]
 EARLY = [(name, "use-after-poison") for name in ("read_before_wait", "write_before_wait", "constant_before_wait")]
 FAULTS = [
-    *(("plain", *fault) for fault in [*STUCK, *BLOCKS]),
+    *(("plain", *fault) for fault in [*STUCK, *PRODUCTS, *BLOCKS]),
     *(("address", *fault) for fault in [GLOBAL, SHARED, *STUCK, *EARLY]),
     *(("thread", *fault) for fault in [*RACES, *STUCK, ("shared_scratch", "data race")]),
 ]
@@ -98,7 +103,7 @@ def test_unknown_order_of_blocks_is_refused() -> None:
 
 
 def declarations(path: Path) -> dict[str, set[str]]:
-    """Function names of a ptx.h with the types of their parameters, without the emulator's ``Site``."""
+    """Function names of a header with the types of their parameters, without the emulator's ``Site``."""
     text = re.sub(r"namespace detail \{.*?\n\}  // namespace detail", "", path.read_text(), flags=re.DOTALL)
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r",?\s*Site site(?: = Site::current\(\))?", "", text)
@@ -112,10 +117,11 @@ def declarations(path: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_kernels_find_the_same_instructions_on_the_emulator() -> None:
-    real = declarations(ROOT / "csrc/common/cuda/ptx.h")
-    emulated = declarations(ROOT / "tests/emulation/common/cuda/ptx.h")
-    assert "mma" in real
+@pytest.mark.parametrize(("header", "instruction"), [("ptx.h", "mma"), ("wgmma.h", "wgmma")])
+def test_kernels_find_the_same_instructions_on_the_emulator(header: str, instruction: str) -> None:
+    real = declarations(ROOT / "csrc/common/cuda" / header)
+    emulated = declarations(ROOT / "tests/emulation/common/cuda" / header)
+    assert instruction in real
     emulated.pop("cp_async_bytes", None)  # what the emulator's copies share
     assert real == emulated
 
@@ -132,7 +138,8 @@ def run_layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         if not torch.cuda.is_available() or shutil.which("nvcc") is None:
             pytest.skip("no CUDA device or no nvcc")
         library = tmp_path_factory.mktemp("layouts") / "liblayouts.so"
-        build.build_layouts_by_nvcc(library, "native")
+        # "native" would leave out the instructions that are Hopper's alone.
+        build.build_layouts_by_nvcc(library, "sm_90a" if torch.cuda.get_device_capability() == (9, 0) else "native")
     run_kernel = ctypes.CDLL(str(library)).run_layout
     device = "cuda" if request.param == "cuda" else "cpu"
 
@@ -197,6 +204,39 @@ def test_mma(dtype: torch.dtype, run_layout: Callable[..., Words]) -> None:
     out = run_layout(f"mma {str(dtype).removeprefix('torch.')}", given, (32, 4))
     expected = d.double() + a.double() @ b.double()
     assert np.array_equal(out, words_of(expected.to(wide)[d_at]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "float16 64",
+        "bfloat16 128",
+        "bfloat16 256",
+        "float16 64 registers",
+        "bfloat16 128 registers transposed",
+        "float16 256 registers transposed",
+        "int8 64",
+        "int8 256",
+    ],
+)
+def test_wgmma(name: str, run_layout: Callable[..., Words]) -> None:
+    """Products [64, inner] x [inner, columns] of operands in rows of 128 bytes, whose 16-byte pieces are swizzled."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is an instruction of sm_90a")
+    torch.manual_seed(0)
+    dtype, columns = getattr(torch, name.split()[0]), int(name.split()[1])
+    inner, wide = 128 // dtype.itemsize, torch.int32 if dtype == torch.int8 else torch.float32
+    a, b = (torch.randint(-9, 10, shape).to(dtype) for shape in [(64, inner), (inner, columns)])
+    # The rows of b go along k, or along 64 columns each, panel by panel.
+    rows = b.reshape(64, -1, 64).transpose(0, 1).reshape(-1, 64) if "transposed" in name else b.T
+    pieces = torch.cat([a, rows]).reshape(-1, 8, inner // 8)  # [row, piece, element]
+    row, place = np.indices(pieces.shape[:2])
+    given = words_of(pieces[row, place ^ row % 8])
+    out = run_layout(f"wgmma {name}", given, (128, columns // 2))
+    warp, g, t = (x[:, None] for x in (np.arange(128) // 32, np.arange(128) % 32 // 4, np.arange(128) % 4))
+    j, h, e = (np.arange(columns // 2) // 4, np.arange(columns // 2) // 2 % 2, np.arange(columns // 2) % 2)
+    expected = (a.double() @ b.double()).to(wide)[16 * warp + 8 * h + g, 8 * j + 2 * t + e]
+    assert np.array_equal(out, words_of(expected))
 
 
 @pytest.mark.parametrize(("name", "matrices"), [("ldmatrix 4", 4), ("ldmatrix 2", 2), ("ldmatrix 4 transposed", 4)])

@@ -24,8 +24,7 @@ KNOWN_COSTS = {
     # Every fourth chunk: 8 of 16 bytes, which four lanes read in each of four slots.
     "shared gemm/gemm_mins_cuda.h add": 4.0,
     # Eight fp32 to a lane, 32 bytes apart: what the first 16 bytes leave the second ones find in the L1.
-    "global quant/w8a8_gemm_epilogue_cuda.h load_values": 2.0,
-    "global gemm/gemm_norm_cuda.h load": 2.0,
+    "global quant/w8a8_gemm_epilogue_cuda.h load_rows": 2.0,
     "global norm/layer_norm.cu layer_norm_kernel": 2.0,
     "global norm/rms_norm.cu rms_norm_kernel": 2.0,
     "global rotary/latent_rotary_store.cu store_row": 2.0,

@@ -610,6 +610,7 @@ def test_a_step_with_prompts_is_a_replay_the_logits_and_a_draw(device: str, monk
         with calls:
             engine.step()
     names = [name.split(".")[1] for name in calls.names if name.startswith("fastinfer")]
+    names = [name for name in names if name != "set_constant_weights"]  # launches nothing
     assert len(names) > 20
     # Of the second engine: the rows, the output layer and the draw.
     assert names[-3:] == ["embedding", "int8_gemm", "sample"]

@@ -113,6 +113,20 @@ def test_a_draft_model_is_dropped_too() -> None:
     assert alive(weights) == 0
 
 
+def test_memory_does_not_wait_for_the_garbage_collector() -> None:
+    """Runners and their graphs refer to each other."""
+    engine = decoder_engine()
+    serve(engine)
+    gc.collect()
+    model = weakref.ref(engine.model)
+    gc.disable()
+    try:
+        engine.sleep(2)
+        assert model() is None
+    finally:
+        gc.enable()
+
+
 def test_nothing_is_found_in_the_prefix_cache() -> None:
     engine = toy_engine(block_size=4)
     prompt = list(range(1, 20))

@@ -52,9 +52,11 @@ def test_products_that_are_cut(form: str, tokens: int, fusion: str, emulator: Em
     assert_rounded(out, reference.gemm(x, linear.dense, **options), slack)
 
 
-def test_int8_products_that_are_cut(emulator: Emulator, device: str) -> None:
-    q, weight = (torch.randint(-127, 128, (rows, 2048), device=device).to(torch.int8) for rows in (5, 160))
-    ones, scales = torch.ones(5, device=device), ops.pack_scales(torch.ones(160, 1, device=device))
+# Of 150 tokens three blocks have three chunks on an H100, and one has the last, which is not a whole one.
+@pytest.mark.parametrize(("tokens", "in_features"), [(5, 2048), (40, 2048), (150, 1184)])
+def test_int8_products_that_are_cut(tokens: int, in_features: int, emulator: Emulator, device: str) -> None:
+    q, weight = (torch.randint(-127, 128, (rows, in_features), device=device).to(torch.int8) for rows in (tokens, 160))
+    ones, scales = torch.ones(tokens, device=device), ops.pack_scales(torch.ones(160, 1, device=device))
     packed = ops.int8_pack(weight)
     out = same_in_any_order(emulator, lambda: ops.w8a8_gemm(q, ones, packed, scales, 160, dtype=torch.float32))
     assert_bitwise(out, (q.long() @ weight.long().T).float())

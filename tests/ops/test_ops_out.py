@@ -173,7 +173,8 @@ def test_out_in_the_middle_of_memory(name: str, device: str, request: pytest.Fix
             getattr(ops, name)(**args, out=view)
         return
     getattr(ops, name)(**args, out=view)
-    assert_bitwise(view, want)
+    # A GPU reads and adds up what is not aligned in another order.
+    torch.testing.assert_close(view, want)
     for beside in (memory[:5], memory[-5:]):
         assert_bitwise(beside, torch.full_like(beside, poison(out)))
 

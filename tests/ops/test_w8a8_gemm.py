@@ -67,6 +67,10 @@ def test_shapes(tokens: int, out_features: int, in_features: int, device: str) -
     run_and_check(random_case(tokens, out_features, in_features, device))
 
 
+def test_many_tiles_of_tokens(device: str) -> None:
+    run_and_check(random_case(2100, 144, 32, device))
+
+
 @pytest.mark.parametrize("in_features", [2080, 4096])
 @pytest.mark.parametrize("tokens", [1, 12, 40])
 def test_long_sums(tokens: int, in_features: int, device: str) -> None:
@@ -100,7 +104,7 @@ def test_extreme_sums_are_exact(tokens: int, sign: int, device: str) -> None:
     case.scales.fill_(1)
     case.x_scales.fill_(1)
     out = run_and_check(case)
-    assert_bitwise(out, (case.x.long() @ case.q.long().T).float())
+    assert_bitwise(out, (case.x.double() @ case.q.double().T).float())
 
 
 @pytest.mark.parametrize("tokens", [1, 19])

@@ -213,7 +213,8 @@ def quantize_int4(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     for group in x.float().split(size, -1):
         lowest, largest = group.amin(-1, keepdim=True) + 0.0, group.amax(-1, keepdim=True)
         minimum = lowest.half()
-        scale = (((largest - minimum.float()).clamp(min=0) + 0.0) / 15).half()
+        # On a GPU torch divides by a number as a product with its reciprocal, which rounds twice.
+        scale = (((largest - minimum.float()).clamp(min=0) + 0.0) / torch.full_like(largest, 15)).half()
         shown = (lowest >= -65504) & (minimum.float() + 15 * scale.float() <= 65504)
         steps = ((group - minimum.float()) * (1 / scale.float())).round().clamp(0, 15)
         codes.append(torch.where(shown & (scale > 0), steps, 0.0).byte())

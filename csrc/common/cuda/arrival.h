@@ -4,23 +4,20 @@
 
 #include <cstdint>
 
+#include "common/cuda/ptx.h"
+
 namespace fastinfer::cuda {
 
 // All threads of a block call this once the block has written its part. Returns true in the last of `blocks` blocks.
-// The counter is zero before, and is zero again after the last arrival. `flag` is shared memory that nobody else uses
-// until the block's next barrier.
-__device__ inline bool last_to_arrive(uint32_t* counter, int blocks, int* flag) {
-  __threadfence();
+// The counter is zero before, and is zero again after the last arrival.
+__device__ inline bool last_to_arrive(uint32_t* counter, int blocks) {
   __syncthreads();
+  bool last = false;
   if (threadIdx.x == 0) {
-    const bool last = atomicAdd(counter, 1) + 1 == static_cast<uint32_t>(blocks);
-    if (last) atomicExch(counter, 0u);
-    *flag = last;
-    __threadfence();
+    last = add_acquire_release(counter, 1) + 1 == static_cast<uint32_t>(blocks);
+    if (last) *counter = 0;
   }
-  __syncthreads();
-  __threadfence();
-  return *flag != 0;
+  return __syncthreads_or(last) != 0;
 }
 
 }  // namespace fastinfer::cuda

@@ -1,6 +1,6 @@
 // One wrapper per PTX instruction that CUDA C++ does not name. The PTX ISA manual
 // (https://docs.nvidia.com/cuda/parallel-thread-execution/) gives the fragments' layouts; tests/emulation has the same
-// functions for the host, so a kernel uses no other inline assembly.
+// functions for the host, so a kernel uses no other inline assembly than that of this file and common/cuda/wgmma.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,9 +12,9 @@ namespace fastinfer::cuda {
 
 // ---- memory ----
 
-// The block's dynamic shared memory, 128-byte aligned.
+// The block's dynamic shared memory, aligned to 1024 bytes.
 __device__ inline unsigned char* dynamic_shared() {
-  extern __shared__ __align__(128) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   return memory;
 }
 
@@ -205,6 +205,14 @@ __device__ inline unsigned opaque(unsigned value) {
 // A barrier of `threads` of the block's threads, a multiple of 32; id 1 .. 15 (0 is __syncthreads).
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Adds to a counter, and returns what it was. What the block's threads have written before a barrier in front of this
+// is visible, after a barrier behind it, to the blocks that add later. (A fence by each thread took longer.)
+__device__ inline uint32_t add_acquire_release(uint32_t* counter, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
 }
 
 // Programmatic dependent launch, from sm_90 on. A kernel that is launched with `dependent` may start before the kernel

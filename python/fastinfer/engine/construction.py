@@ -227,14 +227,17 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
         max_model_len: longest sequence in tokens.
 
     Raises:
-        RequestError: speculation is off, the vocabularies differ, or the draft model's context is too short.
+        RequestError: speculation is off, the vocabularies differ, the draft model's context is too short, or ranks
+            divide the model in a way that a draft head cannot read.
     """
     if not config.num_speculative_tokens:
         raise RequestError("a draft model needs num_speculative_tokens of at least 1, got 0")
-    if draft.has_features and config.num_ranks > 1:
-        raise RequestError(f"a draft head needs a model in one process, got {config.num_ranks} processes")
-    if draft.has_features and len(config.devices) > 1:
-        raise RequestError(f"a draft head needs a model on one device, got {sorted(config.devices)}")
+    if draft.has_features and config.pipeline_parallel_size > 1:
+        # It reads outputs of layers in several stages.
+        raise RequestError(f"pipeline_parallel_size must be 1 with a draft head, got {config.pipeline_parallel_size}")
+    if draft.has_features and config.num_ranks > 1 and config.tensor_parallel_layout == "reduce":
+        # Sums of ranks overwrite the outputs of earlier layers before the head has read them.
+        raise RequestError("tensor_parallel_layout must be 'gather' with a draft head, got 'reduce'")
     if draft.has_features and draft.hidden_size != sizes.hidden_size:
         raise RequestError(
             f"the draft head must have the model's hidden size of {sizes.hidden_size}, got {draft.hidden_size}"

@@ -1,8 +1,10 @@
-"""Steps on a GPU, captured as CUDA graphs when the engine starts. Not yet run on a GPU."""
+"""Steps on a GPU, captured as CUDA graphs when the engine starts."""
 
+import gc
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -130,15 +132,15 @@ class CUDAGraphs:
         candidates = []
         decodes = is_decode and size.num_wanted == ALL_ROWS
         if decodes and (bucket := _smallest(self._decode_buckets, max(size.num_tokens, size.num_logits))):
-            candidates.append(self._decode_size(bucket, size.has_adapters))
+            candidates.append(self._decode_size(bucket, size.has_adapters, size.first_layer))
         is_recorded = self._first_prompt_row in (NO_ROW, size.first_prompt_row)
-        if is_recorded and (bucket := _smallest(self._prefill_buckets, size.num_tokens)):
+        if is_recorded and not size.first_layer and (bucket := _smallest(self._prefill_buckets, size.num_tokens)):
             candidates.append(self._prefill_size(bucket, size.has_adapters))
         fitting = (padded for padded in candidates if padded in self._graphs and size.num_hidden <= padded.num_hidden)
         return next(fitting, None)
 
-    def _decode_size(self, bucket: int, has_adapters: bool) -> BatchSize:
-        return BatchSize(bucket, bucket, bucket, has_adapters)
+    def _decode_size(self, bucket: int, has_adapters: bool, first_layer: int = 0) -> BatchSize:
+        return BatchSize(bucket, bucket, bucket, has_adapters, first_layer=first_layer)
 
     def _prefill_size(self, bucket: int, has_adapters: bool) -> BatchSize:
         num_seqs = min(bucket, self._inputs.max_seqs)
@@ -153,7 +155,10 @@ class CUDAGraphs:
         ]
         largest = sizes[0]._replace(num_logits=self._decode_buckets[-1])
         sizes += [
-            self._decode_size(n, has_adapters) for n in reversed(self._decode_buckets) for has_adapters in adapters
+            self._decode_size(n, has_adapters, first_layer)
+            for n in reversed(self._decode_buckets)
+            for has_adapters in adapters
+            for first_layer in range(self._inputs.head_layers or 1)
         ]
         self._inputs.pad(BatchSize(0, 0, 0, False), largest)
         self._inputs.upload()
@@ -162,16 +167,17 @@ class CUDAGraphs:
         self._hidden = torch.empty_like(hidden)
         self._logits = torch.empty_like(self._compute_logits(hidden, batch), dtype=torch.float32)
         pool = None
-        for size in tqdm(sizes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
-            try:
-                graph = capture(self._make_step(size), pool)
-            except RuntimeError as error:
-                if not self.failed:
-                    warnings.warn(f"{NOT_CAPTURED}: {error}", stacklevel=2)
-                self.failed.add(size)
-            else:
-                pool = graph.pool()
-                self._graphs[size] = graph
+        with without_garbage_collection():
+            for size in tqdm(sizes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
+                try:
+                    graph = capture(self._make_step(size), pool)
+                except RuntimeError as error:
+                    if not self.failed:
+                        warnings.warn(f"{NOT_CAPTURED}: {error}", stacklevel=2)
+                    self.failed.add(size)
+                else:
+                    pool = graph.pool()
+                    self._graphs[size] = graph
 
     def _make_step(self, size: BatchSize) -> Callable[[], None]:
         """Return a function that computes a step of this size and copies the results to the common tensors."""
@@ -193,6 +199,22 @@ def _smallest(buckets: list[int], count: int) -> int | None:
     """Return the smallest bucket that holds as many; ``None`` if none does."""
     index = bisect_left(buckets, count)
     return buckets[index] if index < len(buckets) else None
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collect garbage before the block, and none in it.
+
+    To destroy the graphs of an engine that is gone is among the calls that break a capture.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def capture(step: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:

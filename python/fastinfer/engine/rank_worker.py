@@ -23,6 +23,7 @@ from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.shared_block import SharedBlock
 from fastinfer.engine.worker import CachePart, Worker, adapter_ids_of
+from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.parallel.group import MAX_MESSAGES, Group
 from fastinfer.parallel.messages import Message
@@ -48,7 +49,7 @@ class RankWorker(Worker):
         config: configuration of the engine.
         model: the part.
         size: size of the KV caches of all ranks together.
-        with_adapters, separates_roles: see :class:`Worker`.
+        with_adapters, separates_roles, drops_rows: see :class:`Worker`; the last is the same on all ranks.
         group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`. On GPUs all
             ranks make their workers at the same time, as steps are recorded together.
         wait_until_loaded: function that waits until all other ranks have loaded their parts again; only for rank 0.
@@ -66,6 +67,7 @@ class RankWorker(Worker):
         *,
         with_adapters: bool,
         separates_roles: bool,
+        drops_rows: bool,
         group: Group,
         wait_until_loaded: Callable[[], None] | None = None,
         load: Callable[[], Stage] | None = None,
@@ -81,6 +83,7 @@ class RankWorker(Worker):
             allocate=group.allocate_inputs,
             num_slots=num_teams,
             layers=model.indices,
+            drops_rows=drops_rows,
         )
         self._ranks = group
         team = group.rank // group.team.size
@@ -178,7 +181,10 @@ class RankWorker(Worker):
         super().reload(model)
         assert self._wait_until_loaded is not None
         self._send([Message.RELOAD])
-        self._wait_until_loaded()  # which has no deadline
+        try:
+            self._wait_until_loaded()  # which has no deadline
+        except RequestError as error:  # the rank has ended, and with it the group
+            raise RuntimeError(self._ranks.end_message(error)) from None
         self.complete_all()
 
     def restore(self) -> None:

@@ -1,5 +1,6 @@
 """Freeing an idle engine's memory, and getting it back."""
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -94,13 +95,17 @@ class SleepMode:
             self._offloading.host.clear()  # the files may hold other weights when they are loaded again
         for worker in self._workers:
             worker.release(with_model=level == 2)
+        gc.collect()  # runners and their graphs refer to each other, and hold the weights
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
         """Get everything back; if this raises an error, the engine sleeps on and may be woken up later.
 
+        Only if another rank could not load its part, the engine is lost.
+
         Raises:
+            RuntimeError: another rank could not load its part now or at an earlier call.
             RequestError: the files now hold another model.
         """
         if not all(worker.has_model for worker in self._workers):

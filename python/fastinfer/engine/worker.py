@@ -222,7 +222,7 @@ class Worker:
             has_states=self.model.config.states is not None,
             sparse_pages=config.sparse_pages,
             drops_rows=self._drops_rows and self.model.config.num_storing_layers < self.model.config.num_layers,
-            has_features=self.model.config.has_features,
+            head_layers=self.model.config.num_layers if self.model.config.has_features else 0,
             allocate=allocate,
         )
 

@@ -180,6 +180,10 @@ inline void named_barrier(int id, int threads, Site site = Site::current()) {
   emulation::block_barrier(id, threads, site);
 }
 
+inline uint32_t add_acquire_release(uint32_t* counter, uint32_t value) {
+  return __atomic_fetch_add(counter, value, __ATOMIC_ACQ_REL);
+}
+
 inline void grid_dependency_wait(Site site = Site::current()) {
   emulation::grid_dependency_wait(site);
 }
