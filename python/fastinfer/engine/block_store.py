@@ -68,6 +68,10 @@ class HostBlockStore(BlockStore):
         self._blocks.clear()
         self.num_bytes = 0
 
+    def recount(self) -> None:
+        """Count the bytes again, after an error at an arbitrary point."""
+        self.num_bytes = sum(data.num_bytes for data in self._blocks.values())
+
     def touch(self, content: BlockContent) -> bool:
         if content not in self._blocks:
             return False

@@ -49,10 +49,13 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | 
 
     Raises:
         RequestError: the caches do not fit into memory, ``max_model_len`` does not fit into a cache or exceeds the
-            model's limit, or an option is on that layers with states or latent attention do not support.
+            model's limit, the draft model has layers with states, or an option is on that latent attention does not
+            support.
     """
-    if any(model.states is not None for model in models):
-        check_states(config, models)
+    if any(model.states is not None for model in models[1:]):
+        raise RequestError(
+            "the draft model must have full attention in all layers, got a model whose layers have states"
+        )
     if any(model.latent_attention is not None for model in models):
         check_latent_attention(config, models)
     if config.sparse_attention is not None:
@@ -66,27 +69,6 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | 
         else:
             groups[layer.window] += layer.num_bytes
     return choose_kv_cache_size(config, limit, groups, states, room)
-
-
-def check_states(config: EngineConfig, models: List[ModelConfig]) -> None:
-    """Check that no option is on that layers with states, such as linear attention, do not support.
-
-    Args:
-        config: configuration of the engine.
-        models: configurations of the model and of the draft model, if there is one; one of them has such layers.
-
-    Raises:
-        RequestError: there are adapters for a model whose attention and Mamba-2 have the same input, or the draft model
-            has such layers.
-    """
-    if config.max_loras and models[0].has_parallel_layers:
-        # Its factors are in weights that an adapter's update is added to.
-        raise RequestError(f"max_loras must be 0 for a model with attention beside Mamba-2, got {config.max_loras}")
-    for model in models[1:]:
-        if model.states is not None:
-            raise RequestError(
-                "the draft model must have full attention in all layers, got a model whose layers have states"
-            )
 
 
 def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> None:

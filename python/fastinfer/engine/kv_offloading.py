@@ -62,9 +62,11 @@ class KVOffloading:
         self.num_loadable = self._max_blocks_per_step
 
     def forget(self) -> None:
-        """Forget what is to be stored, after an error that may have changed it."""
+        """Forget what is to be stored, after an error at an arbitrary point that may have changed it."""
         self.blocks.forget()
         self.states.forget()
+        if self.host is not None:
+            self.host.recount()
 
     def save(self) -> None:
         """Store what was noted."""

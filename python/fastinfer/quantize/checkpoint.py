@@ -59,8 +59,8 @@ def quantize_checkpoint(
         The error of each layer and the sizes of the files.
 
     Raises:
-        UnsupportedModelError: the model is quantised already, has transposed matrices, or attention beside Mamba-2; or
-            the GGUF file's architecture is not among those that can be quantised.
+        UnsupportedModelError: the model is quantised already or has transposed matrices, or the GGUF file's
+            architecture is not among those that can be quantised.
         RequestError: the method does not fit the sizes of the model, or needs calibration texts; or the folder is not
             empty.
     """
@@ -77,10 +77,6 @@ def quantize_checkpoint(
         raise UnsupportedModelError(f"{source}: the model is quantised already; start from its original weights")
     if checkpoint.is_transposed:
         raise UnsupportedModelError(f"{source}: the formats cannot hold {config.architecture}'s transposed matrices")
-    if config.has_parallel_layers:
-        raise UnsupportedModelError(
-            f"{source}: {config.architecture} cannot be quantised: it has attention beside Mamba-2"
-        )
     if method.needs_inputs and not texts:
         raise RequestError(f"{method.name} needs a calibration text")
     method.check(config)
