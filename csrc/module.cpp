@@ -238,6 +238,7 @@ py::bytes peer_table(const std::vector<uintptr_t>& addresses, int64_t memory_byt
 }
 
 void define_peer_group(py::module_& m) {
+  m.attr("MAX_PEERS") = parallel::kMaxPeers;
   m.def("peer_memory_bytes", &parallel::peer_memory_bytes, py::arg("slot_bytes"),
         "Size of a rank's memory in a group of GPUs.");
   m.def("peer_table", &peer_table, py::arg("addresses"), py::arg("memory_bytes"), py::arg("deadline"),

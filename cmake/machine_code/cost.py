@@ -37,7 +37,7 @@ def cost_of(walk: Walk, straight: bool) -> Cost:
 
 
 def _bytes(code: list[Instruction], *pipes: str) -> int:
-    per_thread: int = sum(thread_bytes(i.opcode) for i in code if pipe_of(i.opcode) in pipes)
+    per_thread: int = sum(thread_bytes(i.opcode, i.operands) for i in code if pipe_of(i.opcode) in pipes)
     return WARP * per_thread
 
 

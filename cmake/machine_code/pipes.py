@@ -46,16 +46,17 @@ def latency_of(opcode: str) -> int:
 
 
 @cache
-def thread_bytes(opcode: str) -> int:
+def thread_bytes(opcode: str, operands: str = "") -> int:
     """Return the bytes that an instruction moves per thread.
 
-    LDSM.4 reads four 8 x 8 matrices of 16 bits in a warp, HGMMA.64x256x16 two of 64 x 16 and 256 x 16 in four warps,
-    IGMMA.64x256x32 the second alone, of bytes.
+    LDSM.4 reads four 8 x 8 matrices of 16 bits in a warp. Four warps read the matrices of HGMMA.64x256x16 together:
+    64 x 16 and 256 x 16 elements, or only the latter if registers hold the former, as they always do for IGMMA.
     """
     modifiers = opcode.split(".")[1:]
     if opcode.startswith("HGMMA"):
         rows, columns, inputs = map(int, modifiers[0].split("x"))
-        return (rows + columns) * inputs * 2 // 128
+        in_registers = re.match(r"R\d+, R\d+", operands) is not None
+        return (columns if in_registers else rows + columns) * inputs * 2 // 128
     if opcode.startswith("IGMMA"):
         _, columns, inputs = map(int, modifiers[0].split("x"))
         return columns * inputs // 128

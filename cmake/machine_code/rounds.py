@@ -98,13 +98,16 @@ def paged_attention(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
         # Both products: rows by positions by head_dim, 16 x 8 x 16 each.
         products = 2 * rows * tile.chunk * head_dim // (16 * 8 * 16) // tile.warps
         exponentials = rows * tile.chunk // 32 // tile.warps
+        multiplied = ("HMMA", products)
+        if phase == "prefill" and tile.warpgroups:  # for each 64 rows, 16 columns of Q K^T or positions of P V at once
+            multiplied = ("HGMMA", rows // 64 * (head_dim + tile.chunk) // 16)
         for cache, bits, scale_bits, scale_copies, widening in caches:
             if kind:  # decode widens in registers, prefill into shared memory
                 widening = widening[:1] if phase == "prefill" else ()
             copies = elements * bits // 8 // COPY + scale_copies
             size = elements * (bits + scale_bits) / 8
             yield Round(
-                work=(("LDGSTS", copies), ("HMMA", products), ("MUFU.EX2", exponentials), *widening),
+                work=(("LDGSTS", copies), multiplied, ("MUFU.EX2", exponentials), *widening),
                 bytes=size,
                 l2_bytes=size,
                 flop=products * HMMA_FLOP,
@@ -133,8 +136,9 @@ def paged_latent_attention(name: re.Match[str], tiles: Tiles) -> Iterator[Round]
 
 
 def sample(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
-    """The pass over a row of fp32 logits that finds the maximum and the sum of exponentials."""
-    yield Round(work=(("LDG.E.128", 1), ("MUFU.EX2", 4), ("FMNMX", 3)), bytes=COPY, l2_bytes=COPY, threads=1024)
+    """A warp's share of a part of fp32 logits without filters: its maximum and the sum of exponentials."""
+    work = (("LDG.E.128", 8), ("MUFU.EX2", 32), ("FMNMX", 31))
+    yield Round(work=work, bytes=8 * COPY, l2_bytes=8 * COPY, threads=256, straight=True)
 
 
 def straight(loads: float, stores: float, reads: int | None = None, more: Work = (), block: int = 256) -> RoundsOf:

@@ -48,8 +48,7 @@ static void print_gemm(WeightFormat format, const cuda::Device& device, int expe
   for (const int tokens : kTokens) {
     const int64_t m = int64_t{tokens} * std::max(experts, 1);
     const auto p = cuda::gemm_plan(format, m, kSize, kSize, kGroup, device, experts);
-    const bool warpgroups =
-        device.arch == 90 && format == WeightFormat::kDense && p.tile.tokens > cuda::kMostExactTokens;
+    const bool warpgroups = device.arch == 90 && p.tile.tokens > cuda::kMostExactTokens;
     print_tile(p.tile.tokens, cuda::kGemmRows, p.tile.chunk, p.launch, warpgroups);
   }
 }
@@ -73,8 +72,10 @@ int main() {
     }
     close();
     open("attention");
-    const auto print_attention = [](int head_dim) {
-      print_tile(head_dim, cuda::row_tile(head_dim), cuda::kv_tile(head_dim), cuda::attention_launch(head_dim, 1));
+    const auto print_attention = [&](int head_dim) {
+      const bool warpgroups = device.arch == 90 && cuda::prefill_by_warpgroups(head_dim);
+      print_tile(head_dim, cuda::row_tile(head_dim), cuda::kv_tile(head_dim), cuda::attention_launch(head_dim, 1),
+                 warpgroups);
     };
     for (const int head_dim : cuda::kHeadDims) print_attention(head_dim);
     for (const int head_dim : {320, 576}) print_attention(head_dim);

@@ -27,7 +27,7 @@ namespace {
 // Does the item at the cursor, and moves it on.
 template <class T, CacheQuantization kKind, int kHeadDim>
 __device__ void prefill(const PagedAttentionParams& p, WorkCursor& cursor) {
-  constexpr bool kWgmma = kHasWgmma && (kHeadDim == 64 || kHeadDim == 128);
+  constexpr bool kWgmma = kHasWgmma && prefill_by_warpgroups(kHeadDim);
   using Attention = std::conditional_t<kWgmma, WgmmaPrefillAttention<T, kKind, kHeadDim>,  //
                                        PrefillAttention<T, kKind, kHeadDim>>;
   Attention::run(p, WorkItem(p, cursor.at, cursor.units));
@@ -35,7 +35,7 @@ __device__ void prefill(const PagedAttentionParams& p, WorkCursor& cursor) {
   WorkPosition at = cursor.at;
   at.seq = static_cast<int>(opaque(at.seq));
   const WorkItem item(p, at, cursor.units);
-  write_results<T, kHeadDim>(p, item, cursor.units, PrefillShared<T, kKind, kHeadDim>::results(), 1);
+  write_results<T, kHeadDim, 4>(p, item, cursor.units, PrefillShared<T, kKind, kHeadDim>::results(), 1);
   __syncthreads();  // shared memory is used again
   cursor.advance(p, item.tiles);
 }

@@ -67,6 +67,11 @@ FASTINFER_HOST_DEVICE constexpr int kv_tile(int head_dim) {
   return head_dim > 256 ? 16 : head_dim > 128 ? 32 : 64;
 }
 
+// Head sizes whose prefill is multiplied by a warpgroup where the GPU has such products.
+FASTINFER_HOST_DEVICE constexpr bool prefill_by_warpgroups(int head_dim) {
+  return head_dim == 64 || head_dim == 128;
+}
+
 // With latents: tiles of K in shared memory, and the logits of one, whose rows are apart so that 8-byte accesses by
 // eight lanes in a row and a quarter of it meet different banks.
 inline constexpr int kLatentStages = 3, kLatentScoreStride = 24;

@@ -47,7 +47,7 @@ class WgmmaPrefillAttention {
     }
     loader.next();
     cp_async_commit();
-#pragma unroll 4
+#pragma unroll 8
     for (int step = 0; step < Queries::kSteps; ++step) {
       Queries::store(Queries::fetch(p, item, step), step, Shared::queries(), Shared::query_factors());
     }

@@ -49,27 +49,41 @@ struct WorkspaceResults {
 };
 
 // Merges `parts` results of each row, of which part_row(part, row) is the row in `results(part)`, and passes each to
-// store, eight columns at a time.
-template <int kHeadDim, class Results, class Store>
+// store, eight columns at a time. A thread has kAtOnce such pieces at a time, whose loads do not wait for each other.
+template <int kHeadDim, int kAtOnce, class Results, class Store>
 __device__ void merge(int rows, int parts, int part_rows, const Results& results, const Store& store) {
-  constexpr int kChunks = value_columns(kHeadDim) / 8;
-  for (int i = threadIdx.x; i < rows * kChunks; i += kAttentionThreads) {
-    const int row = i / kChunks, column = i % kChunks * 8;
-    OnlineSoftmax<float> softmax;
-#pragma unroll 4  // loads at once, here and below
-    for (int j = 0; j < parts; ++j) softmax.maximum = fmaxf(softmax.maximum, results(j).maximum(row + j * part_rows));
-    Vector<float, 8> values{};
-#pragma unroll 4
+  constexpr int kChunks = value_columns(kHeadDim) / 8, kPartsAtOnce = kAtOnce == 1 ? 4 : 1;
+  const int count = rows * kChunks;
+  for (int first = threadIdx.x; first < count; first += kAtOnce * kAttentionThreads) {
+    OnlineSoftmax<float> softmax[kAtOnce];
+    Vector<float, 8> values[kAtOnce]{};
+    // Behind the last piece it comes again.
+    const auto piece = [&](int i) { return min(first + i * kAttentionThreads, count - 1); };
+#pragma unroll kPartsAtOnce
     for (int j = 0; j < parts; ++j) {
-      const auto part = results(j);
-      const int part_row = row + j * part_rows;
-      const float weight = softmax.add({part.maximum(part_row), part.sum(part_row)}, Exp2{});
-      for (int half = 0; half < 2; ++half) {
-        const auto v = load_vector<4>(part.at(part_row, column + 4 * half));
-        for (int k = 0; k < 4; ++k) values.values[4 * half + k] += weight * v.values[k];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        softmax[i].maximum = fmaxf(softmax[i].maximum, results(j).maximum(piece(i) / kChunks + j * part_rows));
       }
     }
-    store(row, column, softmax, values.values);
+#pragma unroll kPartsAtOnce
+    for (int j = 0; j < parts; ++j) {
+      const auto part = results(j);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = piece(i) / kChunks + j * part_rows, column = piece(i) % kChunks * 8;
+        const float weight = softmax[i].add({part.maximum(row), part.sum(row)}, Exp2{});
+        for (int half = 0; half < 2; ++half) {
+          const auto v = load_vector<4>(part.at(row, column + 4 * half));
+          for (int k = 0; k < 4; ++k) values[i].values[4 * half + k] += weight * v.values[k];
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i * kAttentionThreads >= count) break;
+      store(piece(i) / kChunks, piece(i) % kChunks * 8, softmax[i], values[i].values);
+    }
   }
 }
 
@@ -95,8 +109,8 @@ __device__ void store_output(const PagedAttentionParams& p, int64_t token, int h
 
 // Writes what the block has of an item: the output if it is all, else into the workspace, where the block that comes
 // last merges all parts, in their order. `left`: units of the stretch from the item on. The results hold `partials` for
-// each row, kDecodeRows apart.
-template <class T, int kHeadDim, class Results>
+// each row, kDecodeRows apart. kAtOnce: see merge.
+template <class T, int kHeadDim, int kAtOnce, class Results>
 __device__ void write_results(const PagedAttentionParams& p, const WorkItem& item, int left, const Results& results,
                               int partials) {
   const auto store_final = [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
@@ -106,7 +120,7 @@ __device__ void write_results(const PagedAttentionParams& p, const WorkItem& ite
   };
   const auto own_results = [&](int) { return results; };
   if (item.tiles == item.rows.kv_tiles) {
-    return merge<kHeadDim>(item.row_count(), partials, kDecodeRows, own_results, store_final);
+    return merge<kHeadDim, kAtOnce>(item.row_count(), partials, kDecodeRows, own_results, store_final);
   }
   // Blocks first .. last have parts: the first one at its stretch's end, the others at their begin.
   const PlanView plan(p.plan, p.blocks, p.seqs);
@@ -118,17 +132,17 @@ __device__ void write_results(const PagedAttentionParams& p, const WorkItem& ite
     return WorkspaceResults<kHeadDim>{p.workspace + (2 * (first + part) + (part == 0)) * partial_floats(kHeadDim)};
   };
   const auto own = part_of(static_cast<int>(blockIdx.x) - first);
-  merge<kHeadDim>(item.row_count(), partials, kDecodeRows, own_results,
-                  [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
-                    for (int half = 0; half < 2; ++half) {
-                      Vector<float, 4> v;
-                      for (int k = 0; k < 4; ++k) v.values[k] = values[4 * half + k];
-                      store_vector(own.at(row, column + 4 * half), v);
-                    }
-                    if (column == 0) own.maximum(row) = softmax.maximum, own.sum(row) = softmax.sum;
-                  });
+  merge<kHeadDim, kAtOnce>(item.row_count(), partials, kDecodeRows, own_results,
+                           [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
+                             for (int half = 0; half < 2; ++half) {
+                               Vector<float, 4> v;
+                               for (int k = 0; k < 4; ++k) v.values[k] = values[4 * half + k];
+                               store_vector(own.at(row, column + 4 * half), v);
+                             }
+                             if (column == 0) own.maximum(row) = softmax.maximum, own.sum(row) = softmax.sum;
+                           });
   if (!last_to_arrive(plan.arrived + first, parts)) return;
-  merge<kHeadDim>(item.row_count(), parts, 0, part_of, store_final);
+  merge<kHeadDim, kAtOnce>(item.row_count(), parts, 0, part_of, store_final);
 }
 
 }  // namespace fastinfer::cuda

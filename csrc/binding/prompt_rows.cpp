@@ -3,6 +3,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace fastinfer {
@@ -12,6 +14,9 @@ thread_local int64_t first = std::numeric_limits<int64_t>::max();
 
 // Returns the previous value.
 int64_t set_first_prompt_row(int64_t value) {
+  if (value < 0) {
+    throw std::runtime_error("set_first_prompt_row: value must be at least 0, got " + std::to_string(value));
+  }
   return std::exchange(first, value);
 }
 

@@ -209,6 +209,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   }
   const int scales = format == WeightFormat::kLut ? 1 : 2;  // a look-up table has no mins
   plan.stage_bytes = gemm_stage(format, tokens, tile.chunk).scales + scales * plan.chunk_groups * kScaleBytes;
+  if (wide) plan.stage_bytes = static_cast<int>(up(plan.stage_bytes, 1024)) * 1024;  // swizzled squares are aligned
   plan.token_tiles = static_cast<int>(experts > 0 ? most_expert_tiles(m, experts, tokens) : up(m, tokens));
   plan.row_units = static_cast<int>(up(n, kGemmRows));
   plan.units = plan.row_units * plan.token_tiles;

@@ -19,6 +19,7 @@
 #include "common/cuda/ptx.h"
 #include "gemm/gemm_epilogue_cuda.h"
 #include "gemm/gemm_wide_copy_cuda.h"
+#include "gemm/gemm_wide_scales_cuda.h"
 
 namespace fastinfer::cuda {
 
@@ -43,11 +44,10 @@ class GemmWarpProducts {
   typename Epilogue::Sums sums;
 
   __device__ explicit GemmWarpProducts(const Params& params)
-      : p(params),
-        weight(params),
+      : weight(params),
         weight_place(opaque(lane_weight())),
         x_place(opaque(lane_tokens())),
-        scale_place(opaque(warp_rows() * kRowTiles * params.plan.chunk_groups * kTileRows + lane() / 4)) {}
+        scales(params, warp_rows() * kRowTiles) {}
 
   // `tokens`: those of the unit that exist.
   __device__ void begin_unit(int tokens) {
@@ -67,10 +67,11 @@ class GemmWarpProducts {
   __device__ void finish_unit() {}
 
  private:
-  const Params& p;
+  using Scales = typename GemmWideScales<Weight, T, kRowTiles>::Scales;
+
   const Weight weight;
-  // In a stage, of this lane's part of the warp's weight, tokens and scales (an index).
-  const unsigned weight_place, x_place, scale_place;
+  const unsigned weight_place, x_place;  // in a stage, of this lane's part of the warp's weight and tokens
+  const GemmWideScales<Weight, T, kRowTiles> scales;
   bool warp_exists = false;
 
   __device__ static int lane() {
@@ -114,49 +115,6 @@ class GemmWarpProducts {
     }
   }
 
-  // In 16 bits, twice, as a packed multiplication takes them: of rows g and g + 8 of the warp's row tiles.
-  struct Scales {
-    uint32_t scale[kRowTiles][2], min[kRowTiles][2];
-  };
-
-  __device__ Scales load_scales(const unsigned char* stage, int chunk, int block) const {
-    Scales s{};
-    if constexpr (!kDense) {
-      int group = 0;  // in the stage
-      if (p.plan.chunk_groups > 1) {
-        const int first = chunk * kBlocks, own = first + warp_inputs() * kWarpBlocks + block;
-        group = p.weight.group_of(own) - p.weight.group_of(first);
-      }
-      row_scales(stage + kStage.scales, group, s.scale);
-      if (p.weight.mins != nullptr) {
-        row_scales(stage + kStage.scales + p.plan.chunk_groups * kScaleBytes, group, s.min);
-      }
-    }
-    return s;
-  }
-
-  __device__ void row_scales(const unsigned char* scales, int group, uint32_t (&to)[kRowTiles][2]) const
-    requires(!kDense)
-  {
-    const int stride = p.plan.chunk_groups * kTileRows;
-    const unsigned first = scale_place + group * kTileRows;
-    const auto load = [&]<class S>(const S* from) {
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float scale = to_float(from[first + r * stride + i * 8]);
-          to[r][i] = pack2<T>(scale, scale);
-        }
-      }
-    };
-    if (p.weight.scale_dtype == DType::kFloat16) {
-      load(reinterpret_cast<const __half*>(scales));
-    } else {
-      load(reinterpret_cast<const float*>(scales));
-    }
-  }
-
   // The place of the lane's part of the warp's first rows and block of the weight.
   __device__ static unsigned lane_weight() {
     const int first_tile = warp_rows() * kRowTiles, first_block = warp_inputs() * kWarpBlocks;
@@ -179,10 +137,7 @@ class GemmWarpProducts {
       }
     } else {
       f = weight.template fragments<kChunk>(stage + weight_place, r, block);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        f.a[i / 4][i % 4] = fma2<T>(f.a[i / 4][i % 4], s.scale[r][i % 2], s.min[r][i % 2]);
-      }
+      scales.apply(f, s, r);
     }
     return f;
   }
@@ -194,16 +149,17 @@ class GemmWarpProducts {
     TokenFragments b[kTokenTiles];
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) load_tokens(stage, 0, n, b[n]);
-    Scales scales = load_scales(stage, chunk, 0);
-    Fragments next = load_weight(stage, 0, 0, scales);
+    const int first_block = warp_inputs() * kWarpBlocks;
+    Scales s = scales.load(stage + kStage.scales, chunk * kBlocks, first_block);
+    Fragments next = load_weight(stage, 0, 0, s);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int r = step % kRowTiles;
       const int block = (step + 1) / kRowTiles;  // the next step's
       const Fragments a = next;
       if (step + 1 < kSteps) {
-        if (r + 1 == kRowTiles) scales = load_scales(stage, chunk, block);
-        next = load_weight(stage, (step + 1) % kRowTiles, block, scales);
+        if (r + 1 == kRowTiles) s = scales.load(stage + kStage.scales, chunk * kBlocks, first_block + block);
+        next = load_weight(stage, (step + 1) % kRowTiles, block, s);
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/cuda/ptx.h"
+#include "common/cuda/wgmma.h"
 #include "gemm/dense_weight_cuda.h"
 #include "gemm/gemm_position_cuda.h"
 
@@ -18,10 +19,10 @@ struct GemmWideShape {
   static constexpr GemmStage kStage = gemm_stage(kFormat, kTokens, kChunk);
   static_assert(kRowBytes == 128 && kThreads / kWarpSize == kGemmRowTiles);
 
-  // A byte's place in such a row is its offset, exclusive or this. Dense weights and their tokens are read by ldmatrix
-  // or wgmma.
+  // A byte's place in such a row is its offset, exclusive or this. Dense weights and their tokens are read by ldmatrix,
+  // and all by wgmma.
   __device__ static constexpr int swizzle(int row) {
-    return kDense ? matrix_swizzle(kRowBytes, row) : pair_swizzle(row);
+    return kDense || kHasWgmma ? matrix_swizzle(kRowBytes, row) : pair_swizzle(row);
   }
 };
 

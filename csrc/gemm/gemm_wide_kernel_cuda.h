@@ -3,10 +3,10 @@
 //
 // A unit of work is 128 weight rows by 128 or 256 tokens, and a chunk of it 64 inputs. Tokens and dense weights have
 // rows of 128 bytes in shared memory, swizzled. Eight warps multiply a chunk by mma (gemm/gemm_warp_products_cuda.h)
-// or, dense weights on Hopper, by wgmma (gemm/gemm_warpgroup_products_cuda.h).
+// or, on Hopper, by wgmma (gemm/gemm_warpgroup_products_cuda.h).
 //
-// Copies to shared memory (gemm/gemm_wide_copy_cuda.h) run ahead by all stages but one or two, also from one unit to
-// the next. The stage of a unit's last chunk then serves for the sums on their way out.
+// Copies to shared memory (gemm/gemm_wide_copy_cuda.h) run ahead by all stages but one or two, of which there are three
+// at least, also from one unit to the next. The stage of a unit's last chunk then serves for the sums on their way out.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +21,7 @@ template <class Weight, class T, int kTokens, bool kGrouped>
 struct GemmWideKernel {
   using Params = typename Weight::Params;
   using Shape = GemmWideShape<Weight::kFormat, kTokens>;
-  using Products = std::conditional_t<Shape::kDense && kHasWgmma, GemmWarpgroupProducts<T, kTokens, kGrouped>,
+  using Products = std::conditional_t<kHasWgmma, GemmWarpgroupProducts<Weight, T, kTokens, kGrouped>,
                                       GemmWarpProducts<Weight, T, kTokens, kGrouped>>;
   static constexpr bool kWaitsFirst = true;
   static constexpr int kThreads = Shape::kThreads, kResident = gemm_resident(Weight::kFormat, kTokens);

@@ -16,7 +16,8 @@ inline constexpr unsigned kExchangeThreads = 512;
 // Every rank reads the parts of all others and adds them up: one barrier, (size - 1) bytes over the links for each byte
 // of the sum. Or each adds up its share and reads the others' sums: two barriers, 2 (size - 1) / size bytes. With two
 // ranks the bytes are the same. With more the second form wins from some hundred KB on, by what is published of other
-// kernels of this kind; our own are not yet run on a GPU. Returns the bytes of the largest sum for the first form.
+// kernels of this kind; our own have not yet run on several GPUs. Returns the bytes of the largest sum for the first
+// form.
 inline int64_t one_shot_bytes(int64_t size) {
   return size <= 2 ? INT64_MAX : size <= 4 ? 512 << 10 : 256 << 10;
 }

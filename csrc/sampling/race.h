@@ -47,10 +47,14 @@ struct TokenNoise {
     return block_words(token / kNoiseGroup).word(static_cast<int>(token / kNoiseBlock % 4));
   }
 
+  // The words of the tokens 4 * (token / 4) to 4 * (token / 4) + 3.
+  FASTINFER_HOST_DEVICE Philox excess_words(int64_t token) const {
+    return Philox(seed, position, static_cast<uint32_t>(token / 4), kTokenStream);
+  }
+
   // The uniform number of the exponential one by which a token exceeds its block's least.
   FASTINFER_HOST_DEVICE double excess_uniform(int64_t token) const {
-    const Philox quad(seed, position, static_cast<uint32_t>(token / 4), kTokenStream);
-    return (static_cast<double>(quad.word(static_cast<int>(token % 4))) + 0.5) * 0x1p-32;
+    return (static_cast<double>(excess_words(token).word(static_cast<int>(token % 4))) + 0.5) * 0x1p-32;
   }
 };
 

@@ -1,6 +1,6 @@
-// Sampling on the GPU. A row's parts are read at the same time, each by a block: once to find maximum and normaliser,
-// which is enough for greedy rows, and again where tokens race (race.h) or are listed for a filter. The last block of a
-// row draws from what the parts have found.
+// Sampling on the GPU. A row's parts are read at the same time, each by a block, which holds its part in registers: it
+// finds maximum and normaliser, which is enough for greedy rows, and then lets its tokens race (race.h), or lists the
+// likeliest for a filter. The last block of a row draws from what the parts have found.
 #include "sampling/sample.h"
 
 #include "common/cuda/launch.h"
@@ -26,6 +26,11 @@ struct RowParams {
     if (greedy) temperature = 1.0f;
   }
 
+  // Of the weights, which are powers of 2.
+  __device__ float scale() const {
+    return kLog2e / temperature;
+  }
+
   __device__ bool has_filter() const {
     return top_k > 0 || top_p < 1.0f || min_p > 0.0f;
   }
@@ -38,11 +43,10 @@ __device__ SampleRow raw_row(const SampleParams& p) {
   return {z, 0, static_cast<int>(p.vocab), aligned, kLog2e, 0.0f, 0};
 }
 
-// The row with penalties, biases and mask, which the survey writes, at its temperature.
-__device__ SampleRow modified_row(const SampleParams& p, const SamplePlan& plan, const RowParams& params) {
+// The row with penalties, biases and mask, which `modify` writes.
+__device__ SampleRow modified_row(const SampleParams& p, const SamplePlan& plan) {
   SampleRow row = raw_row(p);
   if (p.scratch != nullptr) row.z = p.scratch + blockIdx.x * plan.pitch, row.aligned = true;
-  row.scale = kLog2e / params.temperature;
   return row;
 }
 
@@ -76,25 +80,26 @@ __device__ Quad modified(const SampleParams& p, int64_t row, int token, Quad qua
   return quad;
 }
 
-// Reads this block's part once: its own TokenSoftmax, and that of the modified logits at the temperature, which go to
-// `scratch` if they are others.
-__device__ void survey(SampleBlock& block, const SampleParams& p, const SampleRow& own, TokenSoftmax& raw_sum,
-                       TokenSoftmax& sum) {
+// Writes this block's part of the modified logits to `scratch`.
+__device__ void modify(const SampleParams& p, const SampleRow& own) {
   const SampleRow raw = raw_row(p);
-  float* const scratch = p.scratch != nullptr ? const_cast<float*>(own.z) : nullptr;
-  const float scale = own.scale;
-  const bool same = scratch == nullptr && scale == kLog2e;
-  block.for_each_quad(own.begin, own.end, raw, [&](int token, Quad quad) {
-    raw_sum.add_quad(token, quad, {kLog2e});
-    if (same) return;
-    if (scratch != nullptr) {
-      quad = modified(p, blockIdx.x, token, quad, scratch);
-      store_vector(scratch + token, quad);
-    }
-    sum.add_quad(token, quad, {scale});
-  });
-  raw_sum = raw_sum.over_warp({kLog2e});
-  sum = same ? raw_sum : sum.over_warp({scale});
+  float* const scratch = const_cast<float*>(own.z);
+  for (int token = own.begin + kQuad * static_cast<int>(threadIdx.x); token < own.end; token += kQuad * blockDim.x) {
+    store_vector(scratch + token, modified(p, blockIdx.x, token, raw(token), scratch));
+  }
+}
+
+// The softmax of this block's part at the temperature, and that of the unmodified logits at temperature 1: `raw_sum`,
+// which has a thread's already if others are held. If nobody wants log-probabilities, it is the same as `sum`, which
+// tells of NaN and infinities as well.
+__device__ void survey(SampleBlock& block, const SampleParams& p, const PartQuads& held, float scale,
+                       TokenSoftmax& raw_sum, TokenSoftmax& sum) {
+  const bool held_are_raw = p.scratch == nullptr;
+  const bool same = held_are_raw && (scale == kLog2e || p.logprobs == nullptr);
+  sum = TokenSoftmax(held, {scale});
+  if (held_are_raw && !same) raw_sum = TokenSoftmax(held, {kLog2e});
+  sum = sum.over_warp({scale});
+  raw_sum = same ? sum : raw_sum.over_warp({kLog2e});
   auto* sums = reinterpret_cast<TokenSoftmax*>(block.exchange());
   if (block.lane == 0) {
     sums[2 * block.warp] = raw_sum;
@@ -103,8 +108,8 @@ __device__ void survey(SampleBlock& block, const SampleParams& p, const SampleRo
   __syncthreads();
   raw_sum = sum = {};
   if (block.lane < block.warps) raw_sum = sums[2 * block.lane], sum = sums[2 * block.lane + 1];
-  raw_sum = raw_sum.over_warp({kLog2e});
   sum = sum.over_warp({scale});
+  raw_sum = same ? sum : raw_sum.over_warp({kLog2e});
 }
 
 __device__ void write_top_logprobs(SampleBlock& block, const SampleParams& p, const SampleRow& raw, float log_sum) {
@@ -121,18 +126,21 @@ __device__ void write_top_logprobs(SampleBlock& block, const SampleParams& p, co
 
 // What this block finds in its part, for the last block of the row.
 __device__ SamplePart part_of(SampleBlock& block, const SampleParams& p, const SampleParts& parts, SampleRow own,
-                              const RowParams& params, const TokenSoftmax& raw_sum, const TokenSoftmax& sum) {
+                              const PartQuads& held, const TokenSoftmax& raw_sum, const TokenSoftmax& sum) {
+  const RowParams params(p, blockIdx.x);  // read again, which spares registers
   SamplePart part{raw_sum.maximum, raw_sum.sum, sum.maximum, sum.sum, sum.token, INT32_MAX, INFINITY, -INFINITY, 0};
   if (params.greedy || !sum.valid()) return part;
   own.maximum = sum.maximum;
   own.likeliest = sum.token;
   const float lowest = lowest_kept(own.maximum, params.temperature, params.min_p);  // that of the row is no lower
   if (params.has_filter()) {
-    // Twice top_k, so that whatever part lists the least far down, the first top_k of the row are listed.
-    const int wanted = params.top_k > 0 && params.top_k < INT32_MAX / 2 ? 2 * params.top_k : INT32_MAX;
-    parts.list(block, own, lowest, wanted, part.floor, part.count);
+    // Whatever part lists the least far down: the first top_k of the row are listed.
+    const int wanted = params.top_k > 0 ? params.top_k : INT32_MAX;
+    parts.list(block, held, own.maximum, lowest, wanted, part.floor, part.count);
   } else {
-    const Race race = SampleSelection(block, own, lowest).draw(p);
+    Race race;
+    race_held(block, p, own, held, {lowest, own.end}, race);
+    race = block.winner(race);
     part.race_time = race.time, part.race_token = race.token;
   }
   return part;
@@ -166,7 +174,8 @@ __device__ void write_invalid(const SampleParams& p) {
 __device__ __attribute__((noinline)) void finish_row(SampleBlock block, const SampleParams& p, const SamplePlan& plan,
                                                      TokenSoftmax raw_sum, TokenSoftmax sum) {
   const RowParams params(p, blockIdx.x);
-  SampleRow raw = raw_row(p), row = modified_row(p, plan, params);
+  SampleRow raw = raw_row(p), row = modified_row(p, plan);
+  row.scale = params.scale();
   if (plan.parts > 1) SampleParts(p, plan).merge(raw_sum, sum, row.scale);
   if (!raw_sum.valid() || !sum.valid()) return write_invalid(p);
   raw.maximum = raw_sum.maximum;
@@ -181,21 +190,29 @@ __device__ __attribute__((noinline)) void finish_row(SampleBlock block, const Sa
   if (p.num_logprobs > 0) write_top_logprobs(block, p, raw, log_sum);
 }
 
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(kSampleThreads, 3)
     sample_kernel(const __grid_constant__ SampleParams p, const __grid_constant__ SamplePlan plan) {
   SampleBlock block(plan.candidates);
   grid_dependency_wait();
-  const RowParams params(p, blockIdx.x);
-  SampleRow own = modified_row(p, plan, params);
+  SampleRow own = modified_row(p, plan);
   own.begin = static_cast<int>(blockIdx.y) * plan.part_tokens;
   own.end = min(own.begin + plan.part_tokens, own.end);
-  if (p.bias_start != nullptr) scatter_biases(block, p, own);
   TokenSoftmax raw_sum, sum;
-  survey(block, p, own, raw_sum, sum);
+  if (p.bias_start != nullptr) scatter_biases(block, p, own);
+  if (p.scratch != nullptr) {
+    SampleRow raw = raw_row(p);
+    raw.end = own.end;
+    raw_sum = TokenSoftmax(PartQuads(block, raw, own.begin), {kLog2e});
+    modify(p, own);
+    __syncthreads();
+  }
+  const PartQuads held(block, own, own.begin);  // before the parameters: both are on their way at once
+  own.scale = RowParams(p, blockIdx.x).scale();
+  survey(block, p, held, own.scale, raw_sum, sum);
   grid_dependency_launch();
   if (plan.parts > 1) {
     const SampleParts parts(p, plan);
-    if (!parts.write(block, p, part_of(block, p, parts, own, params, raw_sum, sum))) return;
+    if (!parts.write(block, p, part_of(block, p, parts, own, held, raw_sum, sum))) return;
   }
   finish_row(block, p, plan, raw_sum, sum);
 }

@@ -120,6 +120,15 @@ struct SampleBlock {
     return begin + kQuad * place.lane + found;
   }
 
+  // The smallest value of all threads, in every thread.
+  __device__ float minimum(float value) {
+    value = -warp_max(-value);
+    auto* const values = reinterpret_cast<float*>(exchange());
+    if (lane == 0) values[warp] = value;
+    __syncthreads();
+    return -warp_max(lane < warps ? -values[lane] : -INFINITY);
+  }
+
   // The race of all threads, with the winner, in every thread.
   __device__ Race winner(Race race) {
     merge_races(race);

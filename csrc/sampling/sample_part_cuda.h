@@ -19,19 +19,22 @@ struct ScaledExp2 {
   }
 };
 
-// The softmax of a growing set of logits, and the first token that has the maximum. NaN and +inf make the sum NaN, -inf
-// adds nothing.
+// The softmax of a set of logits, and the first token that has the maximum. NaN and +inf make the sum NaN, -inf adds
+// nothing.
 struct TokenSoftmax : OnlineSoftmax<float> {
   int token = INT32_MAX;
 
-  __device__ void add_quad(int first, Quad quad, ScaledExp2 exp) {
-    const float (&v)[kQuad] = quad.values;
-    const float top = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
-    if (top > maximum || (top == maximum && token == INT32_MAX)) {
-      raise_maximum(top, exp);
-      token = first + (v[0] == top ? 0 : v[1] == top ? 1 : v[2] == top ? 2 : 3);
+  TokenSoftmax() = default;
+
+  __device__ TokenSoftmax(const PartQuads& held, ScaledExp2 exp) {
+#pragma unroll
+    for (int i = 0; i < kPartQuads; ++i) maximum = fmaxf(maximum, top_of(held.quads[i]));
+#pragma unroll
+    for (int i = kPartQuads * kQuad - 1; i >= 0; --i) {
+      const float value = held.quads[i / kQuad].values[i % kQuad];
+      if (value == maximum) token = held.token(i / kQuad) + i % kQuad;
+      sum += exp(value - maximum);
     }
-    for (int j = 0; j < kQuad; ++j) sum += exp(v[j] - maximum);
   }
 
   // The sum relative to a larger maximum.
@@ -80,9 +83,9 @@ class SampleParts {
     return last_to_arrive(p.arrived + blockIdx.x, plan_.parts);
   }
 
-  // Lists the likeliest tokens of this block's part, none below `lowest`, and says how far down and how many: at least
-  // half of `wanted` if there are so many that differ and the memory allows.
-  __device__ void list(SampleBlock& block, const SampleRow& own, float lowest, int wanted, float& floor,
+  // Lists the likeliest tokens of this block's part, none below `lowest`, and says how far down and how many: `wanted`,
+  // or three quarters of what the memory allows if that is less; fewer only if there are no more, or equal ones.
+  __device__ void list(SampleBlock& block, const PartQuads& own, float maximum, float lowest, int wanted, float& floor,
                        int& count) const;
 
   // Merges what the parts have found. `rows`: at the temperature. Every warp does it for itself.
@@ -148,15 +151,11 @@ class SampleParts {
 };
 
 // A floor above which few enough tokens lie is searched by four pivots a round, on values in registers. It is taken
-// once half of the list is used, or as it is after some rounds: equal values cannot be told apart.
-__device__ inline void SampleParts::list(SampleBlock& block, const SampleRow& own, float lowest, int wanted,
-                                         float& floor, int& count) const {
+// once that is enough, or as it is after some rounds: equal values cannot be told apart.
+__device__ inline void SampleParts::list(SampleBlock& block, const PartQuads& own, float maximum, float lowest,
+                                         int wanted, float& floor, int& count) const {
   constexpr int kPivots = 4, kRounds = 16;
-  const int most = min(wanted, plan_.part_candidates),
-            first = own.begin + block.warp * kPartQuads * kWarpQuads + kQuad * block.lane;
-  Quad quads[kPartQuads];
-#pragma unroll
-  for (int i = 0; i < kPartQuads; ++i) quads[i] = own(first + i * kWarpQuads);
+  const int enough = min(wanted, plan_.part_candidates * 3 / 4), most = min(2 * enough, plan_.part_candidates);
   // The numbers of tokens from each pivot on: 16 bits each, which a part's fit.
   const auto counts_from = [&](const float (&pivot)[kPivots], int (&counts)[kPivots]) {
     unsigned long long packed = 0;
@@ -164,7 +163,7 @@ __device__ inline void SampleParts::list(SampleBlock& block, const SampleRow& ow
     for (int j = 0; j < kPivots; ++j) {
       int own_count = 0;
 #pragma unroll
-      for (int i = 0; i < kPartQuads * kQuad; ++i) own_count += quads[i / kQuad].values[i % kQuad] >= pivot[j];
+      for (int i = 0; i < kPartQuads * kQuad; ++i) own_count += own.quads[i / kQuad].values[i % kQuad] >= pivot[j];
       packed |= static_cast<unsigned long long>(own_count) << (16 * j);
     }
     const auto over_warp = [](unsigned long long value) {
@@ -180,10 +179,10 @@ __device__ inline void SampleParts::list(SampleBlock& block, const SampleRow& ow
   };
 
   if (threadIdx.x == 0) *block.counter() = 0;
-  float lo = lowest, hi = nextafterf(own.maximum, INFINITY);  // too many from lo on, few enough from hi on
+  float lo = lowest, hi = nextafterf(maximum, INFINITY);  // too many from lo on, few enough from hi on
   int count_hi = 0;
   floor = -INFINITY;
-  for (int round = 0; round < kRounds && 2 * count_hi < most; ++round) {
+  for (int round = 0; round < kRounds && count_hi < enough; ++round) {
     float pivot[kPivots];
     for (int j = 0; j < kPivots; ++j) {
       const float share = static_cast<float>(j + (round > 0)) / (kPivots + (round > 0));
@@ -207,9 +206,9 @@ __device__ inline void SampleParts::list(SampleBlock& block, const SampleRow& ow
   count = count_hi;
 #pragma unroll
   for (int i = 0; i < kPartQuads * kQuad; ++i) {
-    const float value = quads[i / kQuad].values[i % kQuad];
+    const float value = own.quads[i / kQuad].values[i % kQuad];
     if (!(value >= hi)) continue;
-    const int token = first + i / kQuad * kWarpQuads + i % kQuad;
+    const int token = own.token(i / kQuad) + i % kQuad;
     keys_[blockIdx.y * plan_.part_candidates + atomicAdd(block.counter(), 1)] =
         uint64_t{~ordered_bits(value)} << 32 | static_cast<uint32_t>(token);
   }

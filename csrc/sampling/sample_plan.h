@@ -12,7 +12,12 @@ namespace fastinfer::cuda {
 // Memory for the exchange between a block's warps, twice: while some warps read one part, others may write the other.
 inline constexpr int kSampleExchange = 8 * 33;  // numbers
 
-inline constexpr int kPartQuads = 2;  // that a lane reads of its part, 4 tokens each
+// Quads, 4 tokens each, of which a thread loads all at once and keeps in registers: 128 bytes on their way.
+inline constexpr int kPartQuads = 8;
+
+// The most threads of a block: four blocks of 64 registers a thread share a multiprocessor, so that the latencies of
+// one are hidden behind the others.
+inline constexpr int kSampleThreads = 256;
 
 // What a block finds in its part of a row, for the last one.
 struct alignas(16) SamplePart {
@@ -40,10 +45,12 @@ struct SamplePlan {
 // penalties, biases or a mask.
 inline SamplePlan plan_sample(int64_t rows, int64_t vocab, bool modified) {
   SamplePlan plan{};
-  // At least two warps, which a search by halves needs; at most 32.
-  const int64_t warp_tokens = 32 * 4 * kPartQuads;
-  const auto warps = static_cast<unsigned>(std::clamp<int64_t>((vocab / 16 + warp_tokens - 1) / warp_tokens, 2, 32));
-  plan.part_tokens = static_cast<int>(warps * warp_tokens);
+  // Whole groups of noise; at least two, so that a small vocabulary has parts, too.
+  constexpr int kGroup = 256, kWarpTokens = 32 * 4 * kPartQuads;
+  const int64_t most_groups = kSampleThreads / 32 * kWarpTokens / kGroup;
+  plan.part_tokens = kGroup * static_cast<int>(std::clamp<int64_t>((vocab / 16 + kGroup - 1) / kGroup, 2, most_groups));
+  // At least two warps, which a search by halves needs; a power of two, so that each sorts a block of its own.
+  const auto warps = std::bit_ceil(std::max(2u, static_cast<unsigned>((plan.part_tokens - 1) / kWarpTokens + 1)));
   plan.parts = static_cast<int>((vocab + plan.part_tokens - 1) / plan.part_tokens);
   // A sixteenth of a small vocabulary, so that it runs the same code as a large one; 2048 numbers are sorted in 66
   // steps, one comparison per thread each.

@@ -3,52 +3,9 @@
 // (https://flashinfer.ai/2025/03/10/sampling.html), the sorted remainder is what makes it exact.
 #pragma once
 
-#include "common/online_softmax.h"
-#include "sampling/race.h"
-#include "sampling/sample_block_cuda.h"
-#include "sampling/sample_filters.h"
+#include "sampling/sample_race_cuda.h"
 
 namespace fastinfer::cuda {
-
-// The tokens begin .. end - 1 of a row of logits, modified or not, as a block reads them.
-struct SampleRow {
-  const float* z;
-  int begin, end;
-  bool aligned;  // to 16 bytes
-  float scale;   // log2(e) / temperature
-  float maximum;
-  int likeliest;  // the first token that has the maximum
-
-  __device__ Quad operator()(int token) const {
-    if (aligned && token + kQuad <= end) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(z + token));  // the L1 is too small for a row
-      return {v.x, v.y, v.z, v.w};
-    }
-    Quad quad;
-    for (int j = 0; j < kQuad; ++j) quad.values[j] = token + j < end ? __ldcg(z + token + j) : -INFINITY;
-    return quad;
-  }
-
-  __device__ float weight(float value) const {
-    return exp2_approx((value - maximum) * scale);
-  }
-};
-
-__device__ inline TokenNoise noise_of_row(const SampleParams& p) {
-  return {static_cast<uint64_t>(p.seeds[blockIdx.x]), static_cast<uint64_t>(p.positions[blockIdx.x])};
-}
-
-// Both are computed rarely. Calls, which read again what they need, keep that out of the registers of the loops around
-// them.
-__device__ __attribute__((noinline)) inline BlockWord block_word(const SampleParams& p, int token) {
-  return noise_of_row(p).block_word(token);
-}
-
-__device__ __attribute__((noinline)) inline double arrival(const SampleParams& p, int token, BlockWord word, float z,
-                                                           float maximum, double latest) {
-  const float temperature = fminf(p.temperature[blockIdx.x], FLT_MAX);
-  return arrival(noise_of_row(p), token, word, race_weight(z, maximum, temperature), latest);
-}
 
 class SampleSelection {
  public:
@@ -112,10 +69,7 @@ class SampleSelection {
   }
 
   __device__ void race_listed(const SampleParams& p, Race& race) const;
-  __device__ void race_row(const SampleParams& p, Race& race) const;
-  __device__ void enter(const SampleParams& p, Race& race, int token, BlockWord word, float z) const {
-    race.add(arrival(p, token, word, z, row_.maximum, race.time), token);
-  }
+  __device__ void race_row(const SampleParams& p, Race& race);
 
   // Keeps the first tokens whose number is `amount`, or the first whose mass is that share.
   __device__ void cut(bool by_count, double amount);
@@ -152,8 +106,6 @@ __device__ inline void SampleSelection::keep_top_p(float p, float total) {
 
 __device__ inline Race SampleSelection::draw(const SampleParams& p) {
   Race race;
-  // The likeliest comes first, as few can then still beat it.
-  enter(p, race, row_.likeliest, block_word(p, row_.likeliest), row_.maximum);
   if (listed_) {
     race_listed(p, race);
   } else {
@@ -162,35 +114,25 @@ __device__ inline Race SampleSelection::draw(const SampleParams& p) {
   return block_.winner(race);
 }
 
-__device__ inline void SampleSelection::race_listed(const SampleParams& p, Race& race) const {
-  for (int rank = threadIdx.x; rank < size_; rank += blockDim.x) {
-    enter(p, race, token(rank), block_word(p, token(rank)), z(rank));
+// A call, so that nothing around it takes registers from the held logits.
+__device__ __attribute__((noinline)) inline void SampleSelection::race_row(const SampleParams& p, Race& race) {
+  for (int begin = row_.begin; begin < row_.end; begin += HeldQuads<kRowQuads>::tokens()) {
+    race_held(block_, p, row_, HeldQuads<kRowQuads>(block_, row_, begin), last_, race);
   }
 }
 
-// Whole warps go through their chunks, so that what one lane found spares the others' work. Noise of single tokens is
-// made where a quad's largest logit could win with its block's least noise.
-__device__ inline void SampleSelection::race_row(const SampleParams& p, Race& race) const {
-  const int chunk = block_.chunk_of(row_.end - row_.begin), chunk_begin = row_.begin + block_.warp * chunk;
-  const int chunk_end = min(chunk_begin + chunk, row_.end);
-  BlockWord words = 0;  // lane i has the word of the i-th block from `words_begin` on
-  int words_begin = -kWarpSize * kNoiseBlock;
-  for (int begin = chunk_begin; begin < chunk_end; begin += kWarpQuads) {
-    if (begin >= words_begin + kWarpSize * kNoiseBlock) {
-      words_begin = begin;
-      words = block_word(p, begin + kNoiseBlock * block_.lane);
+// The likeliest come first, so that few others need noise in fp64.
+__device__ inline void SampleSelection::race_listed(const SampleParams& p, Race& race) const {
+  for (int begin = 0; begin < size_; begin += static_cast<int>(blockDim.x)) {
+    const int rank = begin + static_cast<int>(threadIdx.x);
+    if (rank < size_) {
+      const BlockWord word = noise_of_row(p).block_word(token(rank));
+      const float latest = static_cast<float>(race.time) * row_.weight(z(rank)) * kBoundMargin;
+      if (least_noise_bound_fp32(word) <= latest) {
+        race.add(arrival(p, token(rank), word, z(rank), row_.maximum, race.time), token(rank));
+      }
     }
-    const int first = begin + kQuad * block_.lane;
-    const BlockWord word = __shfl_sync(kFullMask, words, (first - words_begin) / kNoiseBlock);
-    const Quad quad = row_(first);  // -inf past the row's end
-    const float top = fmaxf(fmaxf(quad.values[0], quad.values[1]), fmaxf(quad.values[2], quad.values[3]));
-    // 1.001: the weight is approximate.
-    const float latest = static_cast<float>(race.time) * row_.weight(top) * 1.001f;
-    const bool possible = top >= last_.z && static_cast<float>(least_noise_bound(word)) <= latest;
-    for (int j = 0; j < kQuad && possible; ++j) {
-      if (last_.keeps(quad.values[j], first + j)) enter(p, race, first + j, word, quad.values[j]);
-    }
-    if (__any_sync(kFullMask, possible)) SampleBlock::merge_races(race);
+    if (begin + static_cast<int>(blockDim.x) < size_) SampleBlock::merge_races(race);
   }
 }
 
@@ -269,7 +211,7 @@ __device__ inline void SampleSelection::weigh(const float (&pivot)[kPivots], dou
   float masses[kPivots] = {};
   int counts[kPivots] = {};
   const float lowest = fminf(fminf(pivot[0], pivot[1]), fminf(pivot[2], pivot[3]));
-  block_.for_each_quad(row_.begin, row_.end, row_, [&](int token, Quad quad) {
+  for_each_quad(block_, row_, [&](int token, Quad quad) {
     for (int i = 0; i < kQuad; ++i) {
       const float value = quad.values[i];
       if (value < lowest || !last_.keeps(value, token + i)) continue;
@@ -301,11 +243,11 @@ __device__ inline void SampleSelection::weigh(const float (&pivot)[kPivots], dou
   for (int j = 0; j < kPivots; ++j) mass[j] = totals[2 * j], count[j] = totals[2 * j + 1];
 }
 
-// Collects what is kept with lo <= z < hi into shared memory, sorted.
-__device__ inline void SampleSelection::list(float lo, float hi) {
+// Collects what is kept with lo <= z < hi into shared memory, sorted. One copy, as `cut`.
+__device__ __attribute__((noinline)) inline void SampleSelection::list(float lo, float hi) {
   if (threadIdx.x == 0) *block_.counter() = 0;
   __syncthreads();
-  block_.for_each_quad(row_.begin, row_.end, row_, [&](int token, Quad quad) {
+  for_each_quad(block_, row_, [&](int token, Quad quad) {
     for (int j = 0; j < kQuad; ++j) {
       const float value = quad.values[j];
       if (!(value >= lo && value < hi) || !last_.keeps(value, token + j)) continue;
@@ -319,23 +261,32 @@ __device__ inline void SampleSelection::list(float lo, float hi) {
   sort(size_);
 }
 
-// Bitonic sort: falling logits, then rising ids.
+// Bitonic sort: falling logits, then rising ids. A warp sorts a contiguous share of the keys, so that most steps read
+// what the same warp has written, and need no barrier of the block.
 __device__ inline void SampleSelection::sort(int count) {
   uint64_t* keys = block_.candidates();
   const int size = count > 1 ? 1 << (32 - __clz(count - 1)) : 1;
   for (int i = count + static_cast<int>(threadIdx.x); i < size; i += blockDim.x) keys[i] = ~uint64_t{0};
-  __syncthreads();
+  const int pairs = max(size / 2 / block_.warps, kWarpSize), begin = block_.warp * pairs;
+  const int end = min(begin + pairs, size / 2);
+  bool alone = false;  // the warp has written what it reads next
   for (int run = 2; run <= size; run *= 2) {
     for (int distance = run / 2; distance > 0; distance /= 2) {
-      for (int pair = threadIdx.x; pair < size / 2; pair += blockDim.x) {
-        const int i = 2 * pair - pair % distance, j = i + distance;
+      if (alone && distance <= pairs) {
+        __syncwarp();
+      } else {
+        __syncthreads();
+      }
+      alone = distance <= pairs;
+      for (int pair = begin + block_.lane; pair < end; pair += kWarpSize) {
+        const int i = 2 * pair - (pair & (distance - 1)), j = i + distance;
         const bool falling = (i & run) != 0;
         const uint64_t a = keys[i], b = keys[j];
         if ((a > b) != falling) keys[i] = b, keys[j] = a;
       }
-      __syncthreads();
     }
   }
+  __syncthreads();
 }
 
 }  // namespace fastinfer::cuda

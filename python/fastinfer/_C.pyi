@@ -57,6 +57,9 @@ def launch_plan(
     op: str, sizes: dict[str, int], arch: int, multiprocessors: int, shared_bytes: int
 ) -> dict[str, Any]: ...
 def launch_plan_sizes() -> dict[str, dict[str, int | None]]: ...
+
+MAX_PEERS: int
+
 def peer_memory_bytes(slot_bytes: int) -> int: ...
 def peer_table(
     addresses: list[int], memory_bytes: int, deadline: float, aborted: int, one_shot_bytes: int | None

@@ -36,10 +36,11 @@ from fastinfer.models import (
     Model,
     load_model,
     load_weights,
+    load_whole_head,
     open_checkpoint,
     open_mtp_checkpoint,
 )
-from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.checkpoint import Checkpoint, ModelPart
 from fastinfer.models.config import Precision
 from fastinfer.models.fingerprint import fingerprint
 from fastinfer.models.image_encoder import image_encoder_of
@@ -82,7 +83,7 @@ class LLM:
             (``"cuda+cpu"``): docs/placement.md.
         draft_model: name or path of a smaller model with the same vocabulary, or of a draft head, that drafts tokens
             for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). ``"mtp"``
-            drafts with the model's own layer for multi-token prediction. Draft heads: docs/draft-heads.md. Without any
+            drafts with the model's own layers for multi-token prediction. Draft heads: docs/draft-heads.md. Without any
             of these, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
@@ -117,7 +118,7 @@ class LLM:
         UnsupportedModelError: the model's architecture is not implemented.
         RequestError: an argument is out of range, or memory is too small for ``max_model_len``.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class LLM:
         path = hub.resolve(model)
         sources = [partial(open_checkpoint, path, precision.exact)]
         if draft_model == hub.MTP:
-            sources.append(partial(open_mtp_checkpoint, path, precision.exact))
+            sources.append(partial(open_mtp_checkpoint, path, precision.exact, num_speculative_tokens or 1))
         elif draft_model is not None:
             sources.append(partial(open_checkpoint, hub.resolve(draft_model), precision.exact))
         checkpoints = [source() for source in sources]
@@ -223,10 +224,11 @@ class LLM:
         size = _choose_kv_cache_size(config, checkpoints, share, layer_places)
         if draft_model is not None:
             check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
+        has_head = any(checkpoint.config.has_features for checkpoint in checkpoints)
         defaults = sampling_defaults(checkpoints[0])
         ranks = task = None
         if config.num_ranks > 1:
-            task = RankTask(path, dtype, config, size, stages)
+            task = RankTask(path, dtype, config, size, stages, drops_rows=not has_head)
             ranks = start_ranks(task)
         with (
             _closed_on_error(ranks),
@@ -235,6 +237,8 @@ class LLM:
             loads: list[LoadWeights] = [load_weights] * len(checkpoints)
             if ranks is not None and task is not None:
                 loads[0] = partial(_load_part, task, ranks.group)
+                if has_head:
+                    loads[1] = partial(load_whole_head, sources[0])
             elif layer_places:
                 loads[0] = partial(load_placed, layer_places)
             elif share is not None and share.weights:
@@ -536,13 +540,14 @@ class LLM:
         """Get back what :meth:`sleep` has freed; does nothing if nothing has been.
 
         If it raises an error, it may be called again. Only if pinned prompts could not be computed, everything else is
-        back, and these prompts are lost.
+        back, and these prompts are lost. If another rank could not load its part, load the model anew: all later calls
+        raise the same error.
 
         Raises:
             OutOfMemoryError: the device has too little memory now.
             RequestError: the files now hold another model.
             FastinferError: the files cannot be read any more.
-            RuntimeError: pinned prompts could not be computed.
+            RuntimeError: pinned prompts could not be computed, or another rank could not load its part.
         """
         with self._shared.lock:
             self.engine.wake_up()
@@ -658,7 +663,7 @@ def _choose_kv_cache_size(
     elif config.num_ranks > 1 and config.device != "cpu":
         room = room_on_ranks(config, models[0], checkpoints[0].weight_bytes(config.device))
     else:
-        weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
+        weight_bytes = _weight_bytes(config, checkpoints)
         room = room_on(config, config.device, weight_bytes, None if share is None else share.memory(weight_bytes))
     size = kv_cache_size(config, models, room)
     if config.max_model_len is None and size.max_model_len < limit:
@@ -669,9 +674,17 @@ def _choose_kv_cache_size(
     return size
 
 
+def _weight_bytes(config: EngineConfig, checkpoints: list[Checkpoint]) -> int:
+    """Estimate the size of all weights; a draft head beside ranks has an embedding and an output layer of its own."""
+    size = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
+    if config.num_ranks > 1 and any(checkpoint.config.has_features for checkpoint in checkpoints):
+        size += checkpoints[0].part_bytes(config.device)[ModelPart(None)]
+    return size
+
+
 def _memory_needs(config: EngineConfig, size: KVCacheSize, checkpoints: list[Checkpoint]) -> str:
     """Describe the memory that a model and its KV cache need, for an error message."""
-    weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
+    weight_bytes = _weight_bytes(config, checkpoints)
     return (
         f"{checkpoints[0].path.name} needs {weight_bytes} bytes for its weights, {size.num_bytes} bytes for the KV "
         f"cache, and more for steps of max_num_seqs={config.max_num_seqs} and "

@@ -91,6 +91,3 @@ def test_memory(folder: Path) -> None:
 def test_what_is_not_supported(folder: Path) -> None:
     with pytest.raises(RequestError, match="the draft model must have full attention in all layers"):
         LLM(str(folder), draft_model=str(folder), num_speculative_tokens=2)
-    if json.loads((folder / "config.json").read_text())["model_type"] == "falcon_h1":
-        with pytest.raises(RequestError, match="max_loras must be 0 for a model with attention beside Mamba-2, got 1"):
-            LLM(str(folder), max_loras=1)

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from support.families import make_model
+from support.gguf_model_file import write_gguf
 from support.hf_tokenizers import TEXT, byte_level, save
 
 from fastinfer.cli.main import main
@@ -14,6 +16,7 @@ from fastinfer.evaluation import comparison
 from fastinfer.evaluation.perplexity import perplexity, split_sections
 from fastinfer.evaluation.text_file import read_tokens
 from fastinfer.models import load_model
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 Captured = pytest.CaptureFixture[str]
 LENGTHS = ("--tokens", "128", "--context", "32")
@@ -160,7 +163,29 @@ def test_a_text_that_is_too_short(folder: Path, capsys: Captured) -> None:
     assert "the text must have at least 512 tokens, got" in capsys.readouterr().err
 
 
-def test_a_gguf_file_is_no_source(model_path: Path, folder: Path, capsys: Captured) -> None:
-    given = "--method", "rtn", "--calibration", str(folder / "one.txt"), "--out", str(folder / "never")
-    assert main(["quantize", str(model_path), *given]) == 2
-    assert "model: expected a folder of safetensors files" in capsys.readouterr().err
+def test_a_gguf_file_is_a_source(folder: Path, capsys: Captured) -> None:
+    """Its tokenizer goes along, and the texts are divided as by the file's."""
+    model, source, out = make_model("llama2"), folder / "model.gguf", folder / "from_gguf"
+    tokens = ["a", "b", "ab", *(f"<{number}>" for number in range(model.config.vocab_size - 3))]
+    write_gguf(source, model, tokens=tokens)
+    (folder / "ab.txt").write_text("abba" * 40)
+    text = "--evaluation", str(folder / "ab.txt")
+    assert main(["quantize", str(source), "--method", "int8", *text, *LENGTHS, "--out", str(out)]) == 0
+    report = json.loads((out / "quantization_report.json").read_text())
+    assert abs(report["perplexity_after"] / report["perplexity_before"] - 1) < 0.02
+    assert report["bytes_before"] == source.stat().st_size
+    assert Tokenizer.from_folder(out).encode("abba") == [2, 1, 0]
+    assert not list(folder.glob(".*"))
+    capsys.readouterr()
+
+
+def test_a_quantised_gguf_file_is_no_source(tmp_path: Path, capsys: Captured) -> None:
+    write_gguf(
+        tmp_path / "model.gguf", make_model("llama2"), matrices=gguf.GGMLQuantizationType.Q4_0, tokens=["a", "b", "ab"]
+    )
+    assert main(["quantize", str(tmp_path / "model.gguf"), "--method", "rtn", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "the model is quantised already: tensor 'token_embd.weight' must be of the type F32, F16, BF16, Q8_0" in error
+    )
+    assert not (tmp_path / "out").exists()

@@ -214,6 +214,7 @@ def test_pipes_and_bytes() -> None:
     sizes["HGMMA.64x256x16.F32.BF16"] = (64 + 256) * 32 // 128  # two matrices, which four warps read together
     sizes["IGMMA.64x256x32.S8.S8"] = 256 * 32 // 128  # the other is in registers
     assert {opcode: thread_bytes(opcode) for opcode in sizes} == sizes
+    assert thread_bytes("HGMMA.64x256x16.F32.BF16", "R24, R216, gdesc[UR8], R24") == 256 * 32 // 128
 
 
 def test_cost_counts_what_runs_for_certain() -> None:
@@ -310,6 +311,13 @@ def test_rounds_of_attention() -> None:
     int4 = {"LDGSTS": 5, "HMMA": 32, "MUFU.EX2": 8, "STS.128": 16, "F2FP": 64}
     assert dict(rounds["decode, int4 KV"].work) == int4
     assert rounds["decode, int4 KV"].bytes == 4096 * 5 / 8
+
+
+def test_round_of_attention_of_a_warpgroup() -> None:
+    tiles = {"attention": {128: Tile(128, 64, 128, 82944, warpgroups=True)}}
+    decode, prefill = rounds_of("paged_attention_kernel<bf16, 0, 128>", tiles) or []
+    assert dict(decode.work) == {"LDGSTS": 16, "HMMA": 32, "MUFU.EX2": 8}
+    assert dict(prefill.work) == {"LDGSTS": 16, "HGMMA": 24, "MUFU.EX2": 64}
 
 
 def test_rounds_of_attention_with_one_kind_of_cache() -> None:

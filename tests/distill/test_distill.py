@@ -216,6 +216,10 @@ def test_a_student_of_another_width(folder: Path, tmp_path: Path) -> None:
     [
         (["--student", "layers:3,1"], "student: expected ascending numbers such as layers:0,1,4, got 'layers:3,1'"),
         (["--stages", "2,3"], "stages: expected descending numbers, got 2,3"),
+        (
+            ["--stages", "2", "--divergence", "rkl", "--top-k", "32"],
+            "top_k: expected none with the divergence rkl, which needs whole distributions, got 32",
+        ),
         (["--stages", "9"], "stages: expected at most the teacher's 4 layers, got 9"),
         (["--student", "layers:0,4"], "student: expected layers below 4, got 4"),
         (["--stages", "2", "--evaluation", "short.txt"], "the text must have at least 32 tokens, got 5"),

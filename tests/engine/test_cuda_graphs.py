@@ -212,6 +212,22 @@ def test_padding_of_wanted_rows_replaces_what_a_longer_step_has_left() -> None:
     assert last.adapter_ids.tolist() == [0x11111111, -1, -1, -1, -1]
 
 
+def test_a_draft_head_has_graphs_from_each_of_its_layers_on() -> None:
+    inputs = with_twin(BatchInputs(4, 8, 12, max_blocks=3, block_size=4, head_layers=3))
+
+    def first_layer(batch: Any) -> Tensor:
+        return num_tokens(batch) + 10 * batch.features.first_layer
+
+    graphs = CUDAGraphs(first_layer, num_rows, inputs, [], False)
+    for layer in (2, 0, 1):
+        result = graphs.run(BatchSize(3, 3, 3, False, first_layer=layer), is_decode=True)
+        assert result is not None
+        assert result.hidden.tolist() == [[4 + 10 * layer] * 2] * 3
+    # Only the first draft of a sequence is made together with tokens of prompts.
+    assert graphs.run(BatchSize(1, 8, 1, False), is_decode=False) is not None
+    assert graphs.run(BatchSize(1, 8, 1, False, first_layer=1), is_decode=False) is None
+
+
 def test_only_new_entries_of_the_block_tables_are_copied() -> None:
     inputs = with_twin(BatchInputs(3, 16, 19, max_blocks=5, block_size=2, num_groups=2))
     tables = inputs.batch(BatchSize(3, 3, 3, False)).block_tables

@@ -46,7 +46,7 @@ def fill(store: DiskBlockStore, count: int) -> None:
 
 def check(store: DiskBlockStore, number: int) -> bool:
     """Whether the block is there; it must be the right one."""
-    data = store.get(content(number))
+    data = store.get(content(number), BLOCK_BYTES)
     assert data is None or torch.equal(data, payload(number))
     return data is not None
 
@@ -89,7 +89,7 @@ def test_equal_keys_with_other_tokens_are_a_miss(tmp_path: Path) -> None:
     """As if two texts had the same hash."""
     store = make(tmp_path)
     fill(store, 1)
-    assert store.get(BlockContent(content(0).key, content(1).tokens)) is None
+    assert store.get(BlockContent(content(0).key, content(1).tokens), BLOCK_BYTES) is None
 
 
 def test_no_damage_is_taken_for_a_block(tmp_path: Path) -> None:

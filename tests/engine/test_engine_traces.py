@@ -153,9 +153,10 @@ def draw_engine(draw: Any, folder: str, kind: type[ToyModel]) -> Callable[[], En
     speculation = draw(st.sampled_from(["none", "ngram", "draft model"]))
     windows = draw(st.tuples(*[st.sampled_from([0, 0, 1, 3, 8])] * NUM_LAYERS))
     has_prefix_cache = draw(st.booleans())
-    can_store = has_prefix_cache and not issubclass(kind, StateToy)
-    stores = draw(st.sampled_from(["none", "host", "disk", "both"])) if can_store else "none"
+    stores = draw(st.sampled_from(["none", "host", "disk", "both"])) if has_prefix_cache else "none"
     block_bytes = block_size * NUM_LAYERS * 2 * 4 * (1 + (speculation == "draft model"))
+    if issubclass(kind, StateToy):  # whose snapshots may be larger
+        block_bytes = max(block_bytes, 40)
     limits: dict[str, Any] = {}
     if stores in ("host", "both"):
         limits["kv_offloading_size"] = draw(st.integers(1, 3 * fewest)) * block_bytes / GIB

@@ -72,7 +72,7 @@ def make_engine(mode: str) -> Engine:
         model={"graphs": PaddedToy, "states": StateToy}.get(mode, ToyModel)(),
         num_speculative_tokens=3 if mode in ("ngram", "draft model", "states") else 0,
         async_scheduling=mode in AHEAD_MODES,
-        kv_offloading_size=2**20 / GIB if mode == "offloading" else None,
+        kv_offloading_size=2**20 / GIB if mode in ("offloading", "states") else None,
         block_size=4,
         max_model_len=24,
         num_kv_blocks=9 if mode == "stages" else 14,

@@ -148,7 +148,6 @@ def test_host_memory_is_limited() -> None:
     engine = toy_engine(block_size=4, max_model_len=64, num_kv_blocks=16, kv_offloading_size=5.5 * block_bytes / GIB)
     assert engine.offloading is not None
     assert engine.offloading.host is not None
-    assert engine.offloading.host.max_blocks == 5
     for _ in range(2):
         for prompt in PROMPTS:
             assert complete(engine, [prompt]) == complete(toy_engine(), [prompt])

@@ -1,11 +1,13 @@
 """Slots for states: who holds which, what the prefix cache finds, and what models with states do not support."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.fake_cuda_graph import PaddedToy, use_fakes, use_graphs
+from support.kv_files import kv_files
 from support.state_toy import StateToy
 from support.toy import VOCAB_SIZE, ToyModel, always_speculate, check_blocks, drain, greedy, prompts, toy_engine
 from torch import Tensor
@@ -284,16 +286,72 @@ def test_states_take_at_most_half_of_the_memory() -> None:
     assert choose_kv_cache_size(config, 512, {0: TOKEN}).num_states == 0
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"kv_offloading_size": 0.5}, "kv_offloading_size must be None for a model whose"),
-        ({"kv_offloading_dir": "folder"}, "kv_offloading_dir must be None for a model whose .* got 'folder'"),
-    ],
-)
-def test_what_is_not_supported(limits: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        kv_cache_size(EngineConfig(**limits), [CONFIG])
+@pytest.mark.parametrize("num_batched", [4, 64])
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_snapshots_return_from_the_stores(
+    store: str, num_batched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two slots and few blocks nothing stays in the cache; a long prefix is loaded in several steps."""
+    limits: dict[str, Any] = {"max_model_len": 64, "num_kv_blocks": 16, "max_num_batched_tokens": num_batched}
+    limits |= {"kv_offloading_size": 1e-3} if store == "host" else {"kv_offloading_dir": tmp_path}
+    engine = state_engine(monkeypatch, 2, max_num_seqs=1, **limits)
+    texts = [[other, *STEM[:17]] for other in range(8)]
+    for text in texts:
+        complete(engine, text, LONG)
+    if store == "disk":
+        assert engine.offloading is not None
+        assert engine.offloading.disk is not None
+        engine.offloading.disk.flush()
+        engine = state_engine(monkeypatch, 2, max_num_seqs=1, **limits)
+    for text in texts:
+        before = engine.stats().num_prompt_tokens
+        complete(engine, text)
+        assert engine.stats().num_prompt_tokens - before == len(text) - 16
+        turn = [*text, *greedy(text, 20, stop_at_eos=False), 1]
+        before = engine.stats().num_prompt_tokens
+        complete(engine, turn)
+        assert engine.stats().num_prompt_tokens - before == len(turn) - 36
+        check_blocks(engine)
+
+
+def test_a_snapshot_returns_to_blocks_that_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are shared, and nothing is loaded but the snapshot."""
+    engine = state_engine(monkeypatch, 2, max_num_seqs=1, kv_offloading_size=1e-3)
+    texts = [[other, *STEM[:17]] for other in range(8)]
+    for text in texts:
+        complete(engine, text)
+    for text in texts:
+        assert complete(engine, text) == 16
+    assert engine.stats().num_loaded_host_blocks == len(texts)
+
+
+@pytest.mark.parametrize("missing", ["block", "snapshot"])
+def test_what_the_store_has_lost_is_computed_again(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = state_engine(monkeypatch, 8, kv_offloading_dir=tmp_path)
+    complete(engine, STEM[:10])  # whose last snapshot is after 8 tokens
+    complete(engine, STEM)
+    assert engine.offloading is not None
+    assert engine.offloading.disk is not None
+    engine.offloading.disk.flush()
+    sizes = {file: file.stat().st_size for file in kv_files(tmp_path)}
+    block_size = min(sizes.values())
+    lost = [file for file, size in sizes.items() if (size == block_size) == (missing == "block")]
+    for file in lost:
+        content = file.read_bytes()
+        file.unlink()
+        engine = state_engine(monkeypatch, 8, kv_offloading_dir=tmp_path)
+        complete(engine, STEM)
+        computed = engine.stats().num_prompt_tokens
+        assert computed in (len(STEM) - 16, len(STEM) - 8, len(STEM))
+        engine.offloading.disk.flush()
+        file.write_bytes(content)
+    engine = state_engine(monkeypatch, 8, kv_offloading_dir=tmp_path)
+    for file in lost:
+        file.unlink()
+    complete(engine, STEM)
+    assert engine.stats().num_prompt_tokens == len(STEM)
 
 
 def test_a_draft_model_with_states_is_refused() -> None:

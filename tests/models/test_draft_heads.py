@@ -218,8 +218,9 @@ def test_a_head_is_no_model_and_fits_one_size(model: Path, tmp_path: Path) -> No
     head = write_speculators(tmp_path / "head", random_head())
     with pytest.raises(RequestError, match="the model must be a whole one, got a draft head"):
         LLM(str(head))
-    with pytest.raises(RequestError, match="needs a model in one process, got 2 processes"):
-        with_head(model, head, tensor_parallel_size=2)
+    short = write_tiny_folder(tmp_path / "short", sizes={"num_hidden_layers": 6})
+    with pytest.raises(RequestError, match="names no layers needs a model of at least 7 layers, got 6"):
+        with_head(short, head)
     wide = write_tiny_folder(tmp_path / "wide", sizes={"hidden_size": 96})
     with pytest.raises(RequestError, match="must have the model's hidden size of 96, got 64"):
         with_head(wide, head)

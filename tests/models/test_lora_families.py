@@ -132,6 +132,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "attention beside mamba-2": (
+        "falcon-h1",
+        {
+            "target_modules": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            "r": 3,
+        },
+    ),
     "layers of one part": (
         "nemotron-h",
         {

@@ -55,23 +55,37 @@ def check_file(path: Path, model: MTPModel, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next-plain", "qwen3.5", "qwen3.5-moe"]
+    ("family", "num_mtp"),
+    [
+        ("deepseek-v3", 1),
+        ("deepseek-v3", 3),
+        ("glm4-moe", 2),  # the last layer makes the third draft from its own output
+        ("glm4-moe-lite", 1),
+        ("qwen3-next-plain", 1),
+        ("qwen3.5", 1),
+        ("qwen3.5-moe", 1),
+    ],
 )
-def test_drafts_are_those_of_the_reference(family: str, tmp_path: Path) -> None:
-    model = make(family)
+def test_drafts_are_those_of_the_reference(family: str, num_mtp: int, tmp_path: Path) -> None:
+    model = make(family, num_mtp)
     check_file(model.write(tmp_path / "model"), model, GREEDY)
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3-mscale", "glm4-moe", "qwen3.5", "qwen3.5-moe"])
-def test_gguf_files(family: str, tmp_path: Path) -> None:
-    model = make(family)
+@pytest.mark.parametrize(
+    ("family", "num_mtp"), [("deepseek-v3-mscale", 2), ("glm4-moe", 1), ("qwen3.5", 1), ("qwen3.5-moe", 1)]
+)
+def test_gguf_files(family: str, num_mtp: int, tmp_path: Path) -> None:
+    model = make(family, num_mtp)
     check_file(model.write_gguf(tmp_path / "model.gguf"), model, SAMPLED)
 
 
-@pytest.mark.parametrize(("family", "kv_cache_memory"), [("deepseek-v3", 200_000), ("qwen3.5", 2_500_000)])
-def test_prefixes_forks_and_preemptions(family: str, kv_cache_memory: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "num_mtp", "kv_cache_memory"),
+    [("deepseek-v3", 1, 200_000), ("deepseek-v3", 3, 300_000), ("qwen3.5", 1, 2_500_000)],
+)
+def test_prefixes_forks_and_preemptions(family: str, num_mtp: int, kv_cache_memory: int, tmp_path: Path) -> None:
     """The states of linear attention after rejected drafts are those of before, too."""
-    model = make(family)
+    model = make(family, num_mtp)
     path = model.write(tmp_path / "model")
     llm = with_mtp(path, kv_cache_memory=kv_cache_memory)
     texts(llm, GREEDY)
@@ -144,6 +158,18 @@ def test_memory_is_counted_for_what_is_loaded(family: str, is_gguf: bool, tmp_pa
     # The layer has another product, and no vocabulary of its own.
     hidden = model.whole.config.hidden_size
     assert open_mtp_checkpoint(path).weight_bytes("cpu") < layers[3] + 10 * hidden * hidden < layers[3] + layers[None]
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_layers_that_never_draft_are_not_read(is_gguf: bool, tmp_path: Path) -> None:
+    model = make("deepseek-v3", 3)
+    path = model.write_gguf(tmp_path / "model.gguf") if is_gguf else model.write(tmp_path / "model")
+    sizes = [open_mtp_checkpoint(path, max_layers=count).weight_bytes("cpu") for count in (1, 2, 3)]
+    assert sizes == [sizes[0], 2 * sizes[0], 3 * sizes[0]]
+    assert open_mtp_checkpoint(path).config == open_mtp_checkpoint(path, max_layers=5).config
+    llm = LLM(str(path), draft_model="mtp", num_speculative_tokens=2, **OPTIONS)
+    assert llm.engine.draft_worker is not None
+    assert len(llm.engine.draft_worker.kv_cache.layers) == 2
 
 
 def test_models_without_such_a_layer(tmp_path: Path) -> None:

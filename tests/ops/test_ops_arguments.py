@@ -39,6 +39,13 @@ def test_no_tensors(name: str, args: tuple[Any, ...]) -> None:
             getattr(ops, name)(**arguments)
 
 
+def test_the_first_row_of_a_prompt_is_not_negative() -> None:
+    with ops.prompt_rows(7):
+        with pytest.raises(RuntimeError, match="set_first_prompt_row: value must be at least 0, got -1"):
+            torch.ops.fastinfer.set_first_prompt_row(-1)
+        assert torch.ops.fastinfer.set_first_prompt_row(7) == 7
+
+
 @pytest.mark.parametrize(("name", "args"), [pytest.param(*call, id=call[0]) for call in CALLS])
 def test_odd_tensors(name: str, args: tuple[Any, ...]) -> None:
     """Some operators take some of them, none crashes; the message of torch cannot print so large an integer."""

@@ -9,7 +9,8 @@ from support.divided import GREEDY, LIMITS, texts
 from support.tiny_folder import write_tiny_folder
 
 from fastinfer import LLM
-from fastinfer.errors import FastinferError
+from fastinfer.errors import FastinferError, UnavailableError
+from fastinfer.models import Model
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,31 @@ def test_sleep(folder: Path, whole: LLM, kind: str, tmp_path: Path) -> None:
     divided.wake_up()
     other = LLM(str(path), **LIMITS)
     assert texts(divided, GREEDY) == texts(other, GREEDY) != texts(whole, GREEDY)
+
+
+def test_an_engine_is_lost_once_another_rank_cannot_load_its_part(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    divided = LLM(str(path), tensor_parallel_size=2, **LIMITS)
+    divided.sleep(2)
+    load = divided.engine._sleep_mode._load_models
+    assert load is not None
+
+    def load_last() -> list[Model]:
+        """Load rank 0's part, and leave nothing for the other rank."""
+        models = load()
+        path.rename(tmp_path / "old")
+        return models
+
+    divided.engine._sleep_mode._load_models = load_last
+    lost = r"^tensor parallelism ended: rank 1: .*model"
+    with pytest.raises(RuntimeError, match=lost):
+        divided.wake_up()
+    (tmp_path / "old").rename(path)
+    with pytest.raises(RuntimeError, match=lost):
+        divided.wake_up()
+    with pytest.raises(UnavailableError, match=lost):
+        texts(divided, GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,46 @@ def test_blocks_beyond_the_cache(folder: Path, tmp_path: Path, places: dict[str,
     assert stats.num_damaged_kv_files == 0
 
 
+@pytest.mark.parametrize(
+    ("family", "places"),
+    [
+        ("lfm2", {}),
+        ("qwen3.5", {"tensor_parallel_size": 2}),
+        ("granite-hybrid-dense", {"pipeline_parallel_size": 2}),
+        ("falcon-h1", {}),
+    ],
+    ids=str,
+)
+def test_states_beyond_the_cache(
+    family: str, places: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has room for the blocks and snapshots of one prompt, host memory for a few, and a folder for all."""
+    write_tiny_folder(tmp_path / "model", family)
+    whole = LLM(str(tmp_path / "model"), **LIMITS)
+    limits = LIMITS | {"max_model_len": 80, "max_num_seqs": 3, "kv_cache_memory": None}
+    stores = {"kv_offloading_dir": str(tmp_path / "blocks"), "kv_offloading_size": 1e-3}
+    prompts: Any = [{"prompt_token_ids": [start, *range(3, 63)]} for start in range(70, 76)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+    expected = [whole.generate(prompt, params)[0].outputs[0] for prompt in prompts]
+    monkeypatch.setattr(llm_module, "EngineConfig", partial(EngineConfig, num_kv_blocks=11))
+    for again in range(2):  # by another engine, whose host memory is empty
+        parts = LLM(str(tmp_path / "model"), **limits, **stores, **places)
+        assert parts.engine.offloading is not None
+        assert parts.engine.offloading.disk is not None
+        for order in (1, -1):
+            for prompt, output in list(zip(prompts, expected, strict=True))[::order]:
+                ours = parts.generate(prompt, params)[0].outputs[0]
+                assert (ours.token_ids, ours.logprobs) == (output.token_ids, output.logprobs)
+        parts.engine.offloading.disk.flush()
+        stats = parts.engine.stats()
+        # Of 61 tokens the last 5 are computed again.
+        num_computed = [61 * 6 + 5 * 6, 5 * 12][again]
+        assert stats.num_prompt_tokens == num_computed
+        assert stats.num_loaded_host_blocks > 0
+        assert stats.num_loaded_disk_blocks > 0 or not again
+        assert stats.num_damaged_kv_files == 0
+
+
 def test_steps_that_run_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = LLM(str(folder), **LIMITS)
     monkeypatch.setattr(llm_module, "EngineConfig", partial(EngineConfig, async_scheduling=True))

@@ -136,12 +136,10 @@ def test_what_is_not_quantised_stays(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     save_model(tmp_path / "gpt2", "gpt2")
     save_model(tmp_path / "model", "llama2")
-    save_model(tmp_path / "falcon", "falcon-h1")
     quantize_checkpoint(tmp_path / "model", tmp_path / "quantized", method("rtn", 4), texts())
     cases: list[tuple[str, Method, list[list[int]], type[FastinferError], str]] = [
         ("gpt2", method("rtn", 4), texts(), UnsupportedModelError, "transposed"),
         ("quantized", method("rtn", 4), texts(), UnsupportedModelError, "quantised already"),
-        ("falcon", method("rtn", 4), texts(), UnsupportedModelError, "FalconH1.* attention beside Mamba-2"),
         ("model", method("gptq", 4, 128), texts(), RequestError, "128 does not divide 64"),
         ("model", method("gptq", 4), [], RequestError, "gptq needs a calibration text"),
     ]

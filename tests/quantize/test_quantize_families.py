@@ -23,6 +23,7 @@ from fastinfer.quantize.rounding import round_to_nearest
 GROUP = 32
 SHARED = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 16, "mamba_expand": 8, "shared_intermediate_size": 96}
+FALCON = {"mamba_n_heads": 32, "mamba_d_head": 16, "mamba_d_ssm": 512}
 NEMOTRON = {"mamba_num_heads": 32, "mamba_head_dim": 16, "n_groups": 4}
 LATENT = {"q_lora_rank": 64, "kv_lora_rank": 56, "v_head_dim": 16, "moe_intermediate_size": 64}
 # Sizes of which 32 is a divisor.
@@ -37,6 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite-hybrid": MAMBA,
     "granite-hybrid-dense": MAMBA,
     "granite-hybrid-biases": MAMBA,
+    "falcon-h1": FALCON,
+    "falcon-h1-norm": FALCON,
     "nemotron-h": NEMOTRON | {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96},
     "nemotron-h-dense": NEMOTRON,
     "deepseek-v2": LATENT | {"q_lora_rank": None},

@@ -68,7 +68,7 @@ def write_gguf(
     matrices: gguf.GGMLQuantizationType | None = None,
     is_fused: bool = False,
     tokens: list[str] | None = None,
-    nextn: dict[str, Tensor] | None = None,
+    nextn: list[dict[str, Tensor]] | None = None,
 ) -> None:
     """Write the file.
 
@@ -81,7 +81,7 @@ def write_gguf(
             those of latent attention, are left as they are, as in older files.
         tokens: vocabulary of a byte-level tokenizer whose only merge is that of its first two tokens; ``None`` for a
             file without a tokenizer.
-        nextn: tensors of a layer behind those that the configuration counts, which is for multi-token prediction.
+        nextn: tensors of the layers behind those that the configuration counts, which are for multi-token prediction.
     """
     quantized = quantized or {}
     config = model.config
@@ -99,10 +99,11 @@ def write_gguf(
     _write_config(writer, architecture, config, is_fused)
     num_blocks = config.num_hidden_layers
     if nextn is not None:
-        writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
-        for name, values in nextn.items():
-            writer.add_tensor(f"blk.{num_blocks}.nextn.{name}.weight", values.contiguous().numpy())
-        num_blocks += 1
+        writer.add_uint32(f"{architecture}.nextn_predict_layers", len(nextn))
+        for layer in nextn:
+            for name, values in layer.items():
+                writer.add_tensor(f"blk.{num_blocks}.nextn.{name}.weight", values.contiguous().numpy())
+            num_blocks += 1
     writer.add_block_count(num_blocks)
     names = gguf.get_tensor_name_map(table, num_blocks)
     tensors = dict(model.state_dict())

@@ -64,6 +64,7 @@ def use_stages(engine: Engine, num_stages: int) -> Engine:
         old._size,
         with_adapters=False,
         separates_roles=old._separates_roles,
+        drops_rows=old._drops_rows,
         group=group,  # type: ignore[arg-type]
     )
     for tensor in (tensor for cache in worker.kv_cache for tensor in cache.tensors):

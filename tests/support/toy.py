@@ -320,7 +320,7 @@ def check_blocks(engine: Engine) -> None:
     assert all(0 <= len(sequence) - sequence.num_queued_tokens <= 1 for sequence in scheduler.waiting)
     assert sum(sequence.num_slots for sequence in scheduler.running) <= scheduler.max_num_seqs
     if engine.offloading is not None:
-        assert not engine.offloading._evicted
-        assert not engine.offloading._used
-        if engine.offloading.host is not None:
-            assert len(engine.offloading.host) <= engine.offloading.host.max_blocks
+        assert not engine.offloading.blocks.num_noted
+        assert not engine.offloading.states.num_noted
+        if (host := engine.offloading.host) is not None:
+            assert host.num_bytes == sum(copy.num_bytes for copy in host._blocks.values()) <= host.max_bytes

@@ -33,12 +33,16 @@ inline constexpr bool kHasWgmma = false;
 
 namespace detail {
 
-// The compiler moves no access to these registers from one side of this to the other.
+// The compiler moves no access to sums from one side of this to the other.
 __device__ inline void pin(float& x) {
   asm volatile("" : "+f"(x)::"memory");
 }
+// A product's operand is in a register that is written here, and not where its value was computed: that may be before
+// the wait for the product that reads the same register.
 __device__ inline void pin(uint32_t& x) {
-  asm volatile("" : "+r"(x)::"memory");
+  uint32_t y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x) : "memory");
+  x = y;
 }
 __device__ inline void pin(int32_t& x) {
   asm volatile("" : "+r"(x)::"memory");
@@ -137,7 +141,8 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], uint64_t a, uint64_t b, b
 }
 
 // The same with a in registers: of each warp 16 rows, as mma has them. b is K-major, or its rows are those of k if
-// kTransposed. The registers may be written after the wait for the product.
+// kTransposed. The registers are arguments of wgmma_fence, which comes after the wait for products that read them
+// before.
 template <class T, int kColumns, bool kTransposed>
 __device__ inline void wgmma(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b, bool adds = true) {
   constexpr bool kHalf = std::is_same_v<T, __half>;

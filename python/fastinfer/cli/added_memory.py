@@ -7,7 +7,7 @@ import torch
 
 from fastinfer.cli.memory_bounds import Weights, dtype_name
 from fastinfer.distill.recorder import record_bytes
-from fastinfer.distill.settings import Settings
+from fastinfer.distill.settings import TOP_K
 from fastinfer.distill.student import FROZEN_BYTES, TRAINED_BYTES
 from fastinfer.engine.cache_sizes import cache_sizes
 from fastinfer.engine.config import EngineConfig
@@ -67,7 +67,7 @@ def distillation_memory(checkpoint: Checkpoint, weights: Weights) -> dict[str, i
     return {
         "layer_bytes": TRAINED_BYTES * numbers // config.num_layers,
         "vocabulary_bytes": FROZEN_BYTES * vocabularies * config.vocab_size * config.hidden_size,
-        "record_bytes": record_bytes(Settings.top_k),
+        "record_bytes": record_bytes(TOP_K),
     }
 
 

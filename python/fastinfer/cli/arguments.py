@@ -18,7 +18,7 @@ from fastinfer.cli.options import (
     names,
     rate,
 )
-from fastinfer.distill.settings import DIVERGENCES, LOSSES
+from fastinfer.distill.settings import DIVERGENCES, LOSSES, TOP_K
 from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.quantize.methods import METHODS
 
@@ -93,7 +93,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=count(1), metavar="N", help="with --memory: tokens; default: the model's limit"
     )
-    parser.add_argument("--batch", type=count(1), default=1, metavar="B", help="with --memory: sequences; default: 1")
+    parser.add_argument("--batch", type=count(1), metavar="B", help="with --memory: sequences; default: 1")
     parser.add_argument(
         "--device", type=device, metavar="LIST", help="with --memory: devices like cuda:0=24,cuda:1=8 or cuda+cpu"
     )
@@ -106,7 +106,9 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer quantize``."""
-    parser.add_argument("model", metavar="MODEL", help="a folder of safetensors files, or org/repo on the hub")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder of safetensors files, a GGUF file, or org/repo on the hub"
+    )
     parser.add_argument("--method", required=True, choices=METHODS)
     parser.add_argument("--bits", type=count(2), metavar="N", help="bits of a weight; default: depends on the method")
     parser.add_argument(
@@ -202,7 +204,10 @@ def add_distill(parser: argparse.ArgumentParser) -> None:
         "--context", type=count(32), default=256, metavar="N", help="tokens of a text; default: %(default)s"
     )
     parser.add_argument(
-        "--top-k", type=count(1), default=64, metavar="K", help="recorded tokens of each position; default: %(default)s"
+        "--top-k",
+        type=count(1),
+        metavar="K",
+        help=f"recorded tokens of each position; default: {TOP_K}, and all with the divergence rkl",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; its records are used again")
     add_threads_option(parser)

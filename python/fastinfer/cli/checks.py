@@ -25,6 +25,8 @@ from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.utils.checks import check_new_folder, show_path
 
 ADAPTER_CONFIG = "adapter_config.json"
+# Options of ``info`` that say more about what another one asks for.
+INFO_OPTIONS = {"memory": ("context", "batch", "device", "draft_model"), "plan": ("group", "arch")}
 
 
 def check_nothing(args: argparse.Namespace) -> None:
@@ -98,6 +100,10 @@ def check_server(args: argparse.Namespace) -> None:
 
 def check_info(args: argparse.Namespace) -> None:
     """Check the arguments of ``info``."""
+    for option, names in INFO_OPTIONS.items():
+        given = [name for name in names if getattr(args, name) is not None]
+        if given and getattr(args, option) is None:
+            raise RequestError(f"--{given[0].replace('_', '-')}: expected --{option} with it, got none")
     for model in (args.memory, args.draft_model):
         if model not in (None, hub.MTP):
             hub.resolve(model)
@@ -112,9 +118,7 @@ def check_quantize(args: argparse.Namespace) -> None:
         if path is not None:
             read_text(path)
     check_new_folder("--out", Path(args.out))
-    source = hub.resolve(args.model)
-    if not source.is_dir():
-        raise RequestError(f"model: expected a folder of safetensors files, got {source}")
+    hub.resolve(args.model)
 
 
 def check_train_head(args: argparse.Namespace) -> None:

@@ -108,7 +108,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         "--draft-model",
         action=EngineOption,
         metavar="MODEL",
-        help="smaller model or draft head that drafts them, named like a model; mtp: the model's own layer for that",
+        help="smaller model or draft head that drafts them, named like a model; mtp: the model's own layers for that",
     )
     options.add_argument(
         "--sparse-attention",

@@ -10,6 +10,7 @@ from fastinfer import hub
 from fastinfer.cli.checks import quantization_method
 from fastinfer.evaluation.perplexity import perplexity, split_sections
 from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.formats.gguf_shards import open_gguf
 from fastinfer.models import load_model
 from fastinfer.quantize.checkpoint import quantize_checkpoint
 from fastinfer.tokenizers.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Quantise the model, and print and write the report."""
     method = quantization_method(args)
     source = hub.resolve(args.model)
-    tokenizer = Tokenizer.from_folder(source)
+    tokenizer = Tokenizer.from_folder(source) if source.is_dir() else Tokenizer.from_gguf(open_gguf(source))
     texts, evaluation = (
         [] if path is None else split_sections(read_tokens(path, tokenizer), args.context, args.tokens)
         for path in (args.calibration, args.evaluation)

@@ -41,7 +41,7 @@ def distill(
     teacher = Teacher(
         settings.teacher,
         settings.context,
-        top_k=settings.top_k,
+        top_k=settings.num_top,
         temperature=settings.temperature,
         num_hidden=HIDDEN_LAYERS if uses["hidden"] else 0,
         with_attention=uses["attention"],
@@ -53,7 +53,7 @@ def distill(
     stages = settings.stages or (len(student.layers),)
     options: dict[str, object] = {"temperature": settings.temperature, "whole": settings.records_whole}
     if not settings.records_whole:
-        options["top_k"] = settings.top_k
+        options["top_k"] = settings.num_top
     shards = Shards(out / "shards", teacher, texts, options, with_records=set(settings.losses) != {"ce"})
     objective = Objective(
         settings.losses,

@@ -11,6 +11,7 @@ DIVERGENCES = ("fkl", "rkl", "jsd", "lk")
 # gradient of "rkl" from the 64 likeliest has a cosine of .974 with that from whole distributions, and of the others
 # .996 or more. So the teacher's last hidden states are recorded for it, from which its distributions follow (.99995).
 WHOLE = ("rkl",)
+TOP_K = 64
 SELF = "self"
 LAYERS = "layers:"
 
@@ -32,10 +33,12 @@ class Settings:
         temperature: divisor of the logits.
         learning_rate: largest learning rate.
         context: tokens of a text.
-        top_k: number of likeliest tokens that are recorded of each position; without use for ``WHOLE`` divergences.
+        top_k: number of likeliest tokens that are recorded of each position; ``None`` for ``TOP_K``, and with
+            ``WHOLE`` divergences.
 
     Raises:
-        RequestError: ``student`` or ``stages`` are not such lists, or not exactly one of them is given.
+        RequestError: ``student`` or ``stages`` are not such lists, or not exactly one of them is given; or ``top_k`` is
+            given where whole distributions are recorded.
     """
 
     teacher: str
@@ -49,19 +52,29 @@ class Settings:
     temperature: float = 1.0
     learning_rate: float = 4e-4
     context: int = 256
-    top_k: int = 64
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         if (self.student is None) == (not self.stages):
             raise RequestError("expected one of student and stages, got both or none")
         if list(self.stages) != sorted(set(self.stages), reverse=True):
             raise RequestError(f"stages: expected descending numbers, got {','.join(map(str, self.stages))}")
+        if self.top_k is not None and self.records_whole:
+            raise RequestError(
+                f"top_k: expected none with the divergence {self.divergence}, which needs whole distributions, "
+                f"got {self.top_k}"
+            )
         _ = self.kept_layers  # which checks them
 
     @property
     def records_whole(self) -> bool:
         """Whether the records give the teacher's whole distributions."""
         return "logit" in self.losses and self.divergence in WHOLE
+
+    @property
+    def num_top(self) -> int:
+        """Number of likeliest tokens that are recorded of each position."""
+        return self.top_k or TOP_K
 
     @property
     def kept_layers(self) -> list[int] | None:

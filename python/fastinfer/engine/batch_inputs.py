@@ -40,6 +40,7 @@ class BatchSize(NamedTuple):
         num_wanted: number of rows that go through the layers that store nothing, see
             :class:`fastinfer.models.batch.LastRows`; ``ALL_ROWS`` if all do.
         first_wanted_prompt_row: as ``first_prompt_row``, among these rows.
+        first_layer: first layer of a draft head that is computed, see :class:`fastinfer.models.batch.FeatureSlots`.
     """
 
     num_seqs: int
@@ -49,6 +50,7 @@ class BatchSize(NamedTuple):
     first_prompt_row: int = NO_ROW
     num_wanted: int = ALL_ROWS
     first_wanted_prompt_row: int = NO_ROW
+    first_layer: int = 0
 
     @property
     def num_hidden(self) -> int:
@@ -94,11 +96,11 @@ class BatchInputs:
         sparse_pages: number of pages of the cache that a generated token attends to in layers with sparse attention;
             ``None`` for all.
         drops_rows: whether the model's last layers store nothing, so that they are computed for wanted rows alone.
-        has_features: whether the model is a draft head, which reads and writes features.
+        head_layers: number of layers of a draft head, which reads and writes features; 0 for other models.
         allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
     Attributes:
-        max_seqs, max_tokens, sparse_pages: see above.
+        max_seqs, max_tokens, sparse_pages, head_layers: see above.
         device: device that computes.
         sampling: sampling parameters of the rows of logits.
         drawn: [max_logits] int64 on the device; the tokens of the last draw, if the graph of its step has drawn them or
@@ -123,7 +125,7 @@ class BatchInputs:
         has_states: bool = False,
         sparse_pages: int | None = None,
         drops_rows: bool = False,
-        has_features: bool = False,
+        head_layers: int = 0,
         allocate: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.max_seqs = max_seqs
@@ -131,14 +133,14 @@ class BatchInputs:
         self.device = torch.device(device)
         self._block_size = block_size
         self._has_states = has_states
-        self._has_features = has_features
+        self.head_layers = head_layers
         self.sparse_pages = sparse_pages
         self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self.drops_rows = drops_rows
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
         last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
-        feature_size = 2 * max_tokens if has_features else 0
+        feature_size = 2 * max_tokens if head_layers else 0
         dense_size = 0 if sparse_pages is None else max_seqs  # of prompts, beside tokens with sparse attention
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
         ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1] + dense_size
@@ -227,8 +229,11 @@ class BatchInputs:
         if self.sparse_pages is not None:
             lens = [length if c.is_prompt else 0 for c, length in zip(chunks, seq_lens, strict=True)]
             write_list(self._dense_lens.data, lens)
-        if self._has_features:
+        first_layer = 0
+        if self.head_layers:
             self._place_features(chunks)
+            # All sequences have as many drafts, and each draft has a layer of its own as long as there is one.
+            first_layer = min(len(rows[0].drafts) if rows else 0, self.head_layers - 1)
         size = self._block_size
         for group, slots in enumerate(self._slot_views):
             blocks = [chunk.sequence.block_tables[group].blocks for chunk in chunks]
@@ -258,7 +263,8 @@ class BatchInputs:
             self._keep_drawn()
             self.insert_drawn(len(token_ids))
             self.has_unknown_tokens = False
-        return BatchSize(len(chunks), len(token_ids), len(logits), max(adapters) >= 0, num_wanted=num_wanted)
+        sizes = len(chunks), len(token_ids), len(logits), max(adapters) >= 0
+        return BatchSize(*sizes, num_wanted=num_wanted, first_layer=first_layer)
 
     def pad(self, size: BatchSize, padded: BatchSize) -> None:
         """Pad the batch that was written last.
@@ -274,7 +280,7 @@ class BatchInputs:
         self._token_ids[tokens] = 0  # what an earlier step left may be no token
         for slot_mapping in self._slot_mappings:
             slot_mapping[tokens] = -1
-        if self._has_features:
+        if self.head_layers:
             self._feature_slots[:, tokens] = [[0], [-1]]
         self._adapter_ids[tokens] = -1
         self._query_start[size.num_seqs + 1 : padded.num_seqs + 1] = size.num_tokens
@@ -339,6 +345,10 @@ class BatchInputs:
             assert self._last_rows is not None
             sizes = size.num_seqs, size.num_wanted, size.first_wanted_prompt_row
             last = self._last_rows.tensors(*sizes, has_adapters=size.has_adapters)
+        features = None
+        if self.head_layers:
+            reads, writes = (tensor(slots, size.num_tokens) for slots in self._feature_slots)
+            features = FeatureSlots(reads, writes, size.first_layer)
         return Batch(
             token_ids=tensor(self._token_ids, size.num_tokens),
             positions=tensor(self._positions, size.num_tokens),
@@ -355,9 +365,7 @@ class BatchInputs:
             sparse=self._sparse_rows(size),
             hidden=None if self.hidden is None else self.hidden[: size.num_tokens],
             last=last,
-            features=FeatureSlots(*(tensor(slots, size.num_tokens) for slots in self._feature_slots))
-            if self._has_features
-            else None,
+            features=features,
         )
 
     def _place_features(self, chunks: list[Chunk]) -> None:

@@ -73,7 +73,10 @@ class BlockManager:
         self._separates_roles = separates_roles
         if offloading is not None:
             [pool] = pools
-            pool.on_eviction = offloading.note_eviction
+            pool.on_eviction = offloading.blocks.note_eviction
+            if states is not None:
+                states.pool.on_eviction = offloading.states.note_eviction
+                states.on_use = offloading.states.note_use
 
     @property
     def num_blocks(self) -> int:
@@ -132,6 +135,8 @@ class BlockManager:
         For the remaining tokens it gets new blocks in groups without a window; for the others see :meth:`extend`.
         """
         num_hits, tables, num_known = self._find_prefix(sequence)
+        if self._restore_last_snapshot(sequence, num_hits, num_known) > num_hits:
+            num_hits, tables, num_known = self._find_prefix(sequence)
         for pool, table in zip(self.pools, tables, strict=True):
             for block in table.held:
                 pool.add_holder(block)
@@ -150,6 +155,8 @@ class BlockManager:
             if not pool.window:
                 self._extend(pool, table, len(sequence))
         sequence.is_loading = self._offloading is not None and sequence.reads_prefix
+        if sequence.states is not None:
+            sequence.states.num_loaded_blocks = self._last_snapshot(sequence)
         self.load(sequence)
 
     def begin_step(self) -> None:
@@ -160,18 +167,28 @@ class BlockManager:
     def load(self, sequence: Sequence) -> None:
         """Load the next blocks of an admitted sequence that ``is_loading`` from the stores, as many as a step may.
 
-        The loaded tokens count as computed. The blocks become cached like computed ones, once a step that uses them has
-        succeeded.
+        The loaded tokens count as computed, of a model with states up to the last snapshot. The blocks become cached
+        like computed ones, once a step that uses them has succeeded. Blocks that are in the prefix cache, behind one
+        that is not or without a snapshot behind them, are copied.
         """
         if self._offloading is not None and sequence.is_loading:
             # The logits of the last token must be computed.
-            indices = range(sequence.num_computed_tokens // self.block_size, (len(sequence) - 1) // self.block_size)
+            end = (
+                (len(sequence) - 1) // self.block_size if sequence.states is None else sequence.states.num_loaded_blocks
+            )
+            indices = range(sequence.num_computed_tokens // self.block_size, end)
             loadable = indices[: self._offloading.num_loadable]
-            [table] = sequence.block_tables
-            blocks = [(table.blocks[index], self._content(sequence, index)) for index in loadable]
+            [pool], [table] = self.pools, sequence.block_tables
+            contents = [self._content(sequence, index) for index in loadable]
+            blocks = [
+                (table.blocks[index], content, pool.find(content))
+                for index, content in zip(loadable, contents, strict=True)
+            ]
             num_loaded = self._offloading.load(blocks)
             sequence.is_loading = num_loaded == len(blocks) < len(indices)
             sequence.num_computed_tokens += num_loaded * self.block_size
+            if not sequence.is_loading:
+                self._continue_from_snapshot(sequence)
 
     def reuse_modules(self, sequence: Sequence) -> None:
         """Give a running prompt the cached blocks of modules that it would compute next, which count as computed.
@@ -437,6 +454,59 @@ class BlockManager:
             sequence.images.mark(tokens, start)
         return tokens_to_bytes(tokens)
 
+    def _last_snapshot(self, sequence: Sequence) -> int:
+        """Return up to which block of an admitted sequence's prefix there is a snapshot, in the stores or in the cache.
+
+        The result is the number of blocks that the prefix cache has, if there is none behind them.
+        """
+        num_hits = sequence.num_cached_blocks
+        if self._offloading is None or self.states is None or not sequence.reads_prefix:
+            return num_hits
+        for count in range((len(sequence) - 1) // self.block_size, num_hits, -1):
+            content = self._content(sequence, count - 1)
+            if self.states.has_snapshot(content) or self._offloading.states.contains(content):
+                return count
+        return num_hits
+
+    def _restore_last_snapshot(self, sequence: Sequence, first: int, last: int) -> int:
+        """Put the last snapshot between two blocks back into the prefix cache, if it is in the stores alone.
+
+        Args:
+            sequence: the sequence, which loses its own slots for the snapshot, if it has any.
+            first, last: numbers of blocks of its prefix.
+
+        Returns:
+            The number of blocks before the last snapshot, ``first`` if there is none behind these.
+        """
+        if self._offloading is None or self.states is None or not sequence.reads_prefix:
+            return first
+        for count in range(last, first, -1):
+            content = self._content(sequence, count - 1)
+            if self.states.has_snapshot(content):
+                return count
+            if (data := self._offloading.states.find(content)) is not None:
+                self.states.free(sequence)  # a slot is available then
+                slot = self.states.add_snapshot(content)
+                self._offloading.save()  # the slot may hold what is to be stored
+                self._offloading.states.write(slot, data)
+                return count
+        return first
+
+    def _continue_from_snapshot(self, sequence: Sequence) -> None:
+        """Let a sequence whose blocks were loaded continue from the last snapshot behind one of them, if it has states.
+
+        Blocks behind it are computed again.
+        """
+        if self.states is None or sequence.states is None:
+            return
+        num_shared_tokens = sequence.states.num_shared_tokens
+        first, last = sequence.num_cached_blocks, sequence.num_computed_tokens // self.block_size
+        count = self._restore_last_snapshot(sequence, first, last)
+        if count > first:
+            self.states.free(sequence)
+            self.states.admit(sequence, self._content(sequence, count - 1), num_shared_tokens)
+        sequence.num_computed_tokens = count * self.block_size
+
     def _copy_block(self, group: int, table: BlockTable, index: int) -> None:
         """Replace a shared block of a sequence by a new one, and request a copy of its content."""
         pool = self.pools[group]
@@ -460,4 +530,4 @@ class BlockManager:
         """Tell the stores that a sequence has computed or found a cached block."""
         content = pool.content(block)
         if self._offloading is not None and content is not None:
-            self._offloading.note_use(block, content)
+            self._offloading.blocks.note_use(block, content)

@@ -23,8 +23,8 @@ class BlockPool:
     Attributes:
         num_blocks, window: see above.
         num_acquired: cached blocks that became used since the start.
-        on_eviction: function that is called with a cached block and its content before the block is reused; ``None``
-            for none.
+        on_eviction: function that is called with a block and its content when it leaves the prefix cache for lack of
+            room, before the block is reused; ``None`` for none.
     """
 
     def __init__(self, num_blocks: int, window: int = 0) -> None:
@@ -64,17 +64,9 @@ class BlockPool:
 
     def take(self) -> int:
         """Return a block for new content: a free one, or else the cached one that was released longest ago."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block = next(iter(self._cached))
-            del self._cached[block]
-            content = self._contents[block]
-            assert content is not None
-            if self.on_eviction is not None:
-                self.on_eviction(block, content)
-            del self._by_key[content.key]
-            self._contents[block] = None
+        if not self._free:
+            self.evict(next(iter(self._cached)))
+        block = self._free.pop()
         self._ref_counts[block] = 1
         return block
 
@@ -129,6 +121,14 @@ class BlockPool:
                 self._free.append(other)
         self._by_key[content.key] = block
         self._contents[block] = content
+
+    def evict(self, block: int) -> None:
+        """Remove a block from the prefix cache as :meth:`forget` does, after ``on_eviction`` was called with it."""
+        content = self._contents[block]
+        assert content is not None
+        if self.on_eviction is not None:
+            self.on_eviction(block, content)
+        self.forget(block)
 
     def forget(self, block: int) -> None:
         """Remove a block that is found by its content from the prefix cache."""

@@ -22,7 +22,7 @@ from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
 from fastinfer.engine.state_manager import StateManager
-from fastinfer.engine.worker import Worker
+from fastinfer.engine.worker import CachePart, Worker
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.config import ModelConfig
@@ -49,10 +49,13 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | 
 
     Raises:
         RequestError: the caches do not fit into memory, ``max_model_len`` does not fit into a cache or exceeds the
-            model's limit, or an option is on that layers with states or latent attention do not support.
+            model's limit, the draft model has layers with states, or an option is on that latent attention does not
+            support.
     """
-    if any(model.states is not None for model in models):
-        check_states(config, models)
+    if any(model.states is not None for model in models[1:]):
+        raise RequestError(
+            "the draft model must have full attention in all layers, got a model whose layers have states"
+        )
     if any(model.latent_attention is not None for model in models):
         check_latent_attention(config, models)
     if config.sparse_attention is not None:
@@ -66,29 +69,6 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | 
         else:
             groups[layer.window] += layer.num_bytes
     return choose_kv_cache_size(config, limit, groups, states, room)
-
-
-def check_states(config: EngineConfig, models: List[ModelConfig]) -> None:
-    """Check that no option is on that layers with states, such as linear attention, do not support.
-
-    Args:
-        config: configuration of the engine.
-        models: configurations of the model and of the draft model, if there is one; one of them has such layers.
-
-    Raises:
-        RequestError: there are stores beyond the KV cache, adapters for a model whose attention and Mamba-2 have the
-            same input, or the draft model has such layers.
-    """
-    layers = "a model whose layers have states"
-    for name in ("kv_offloading_size", "kv_offloading_dir"):
-        if getattr(config, name) is not None:
-            raise RequestError(f"{name} must be None for {layers}, got {getattr(config, name)!r}")
-    if config.max_loras and models[0].has_parallel_layers:
-        # Its factors are in weights that an adapter's update is added to.
-        raise RequestError(f"max_loras must be 0 for a model with attention beside Mamba-2, got {config.max_loras}")
-    for model in models[1:]:
-        if model.states is not None:
-            raise RequestError(f"the draft model must have full attention in all layers, got {layers}")
 
 
 def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> None:
@@ -160,15 +140,17 @@ def make_offloading(config: EngineConfig, workers: List[Worker], fingerprint: st
         fingerprint: see :func:`fingerprint_of_blocks`.
 
     Raises:
-        RequestError: a store is too small for a block, the folder cannot be written to, or the fingerprint is missing.
+        RequestError: a store is too small for a block or a snapshot of states, the folder cannot be written to, or the
+            fingerprint is missing.
     """
     if not config.has_offloading:
         return None
-    block_bytes = sum(worker.block_bytes for worker in workers)
+    block_bytes = sum(worker.part_bytes(CachePart.BLOCK) for worker in workers)
+    block_bytes = max(block_bytes, workers[0].part_bytes(CachePart.STATES))
     host, disk = None, None
     if config.kv_offloading_size is not None:
         size = _store_bytes("kv_offloading_size", config.kv_offloading_size, block_bytes)
-        host = HostBlockStore(size, block_bytes)
+        host = HostBlockStore(size)
     if config.kv_offloading_dir is not None:
         if not fingerprint:
             raise RequestError("kv_offloading_dir needs the fingerprint of the models, got none")
@@ -245,14 +227,17 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
         max_model_len: longest sequence in tokens.
 
     Raises:
-        RequestError: speculation is off, the vocabularies differ, or the draft model's context is too short.
+        RequestError: speculation is off, the vocabularies differ, the draft model's context is too short, or ranks
+            divide the model in a way that a draft head cannot read.
     """
     if not config.num_speculative_tokens:
         raise RequestError("a draft model needs num_speculative_tokens of at least 1, got 0")
-    if draft.has_features and config.num_ranks > 1:
-        raise RequestError(f"a draft head needs a model in one process, got {config.num_ranks} processes")
-    if draft.has_features and len(config.devices) > 1:
-        raise RequestError(f"a draft head needs a model on one device, got {sorted(config.devices)}")
+    if draft.has_features and config.pipeline_parallel_size > 1:
+        # It reads outputs of layers in several stages, and features of steps that may still be in flight.
+        raise RequestError(f"pipeline_parallel_size must be 1 with a draft head, got {config.pipeline_parallel_size}")
+    if draft.has_features and config.num_ranks > 1 and config.tensor_parallel_layout == "reduce":
+        # Sums of ranks overwrite the outputs of earlier layers before the head has read them.
+        raise RequestError("tensor_parallel_layout must be 'gather' with a draft head, got 'reduce'")
     if draft.has_features and draft.hidden_size != sizes.hidden_size:
         raise RequestError(
             f"the draft head must have the model's hidden size of {sizes.hidden_size}, got {draft.hidden_size}"

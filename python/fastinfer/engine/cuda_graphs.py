@@ -1,4 +1,4 @@
-"""Steps on a GPU, captured as CUDA graphs when the engine starts. Not yet run on a GPU."""
+"""Steps on a GPU, captured as CUDA graphs when the engine starts."""
 
 import gc
 import warnings
@@ -132,15 +132,15 @@ class CUDAGraphs:
         candidates = []
         decodes = is_decode and size.num_wanted == ALL_ROWS
         if decodes and (bucket := _smallest(self._decode_buckets, max(size.num_tokens, size.num_logits))):
-            candidates.append(self._decode_size(bucket, size.has_adapters))
+            candidates.append(self._decode_size(bucket, size.has_adapters, size.first_layer))
         is_recorded = self._first_prompt_row in (NO_ROW, size.first_prompt_row)
-        if is_recorded and (bucket := _smallest(self._prefill_buckets, size.num_tokens)):
+        if is_recorded and not size.first_layer and (bucket := _smallest(self._prefill_buckets, size.num_tokens)):
             candidates.append(self._prefill_size(bucket, size.has_adapters))
         fitting = (padded for padded in candidates if padded in self._graphs and size.num_hidden <= padded.num_hidden)
         return next(fitting, None)
 
-    def _decode_size(self, bucket: int, has_adapters: bool) -> BatchSize:
-        return BatchSize(bucket, bucket, bucket, has_adapters)
+    def _decode_size(self, bucket: int, has_adapters: bool, first_layer: int = 0) -> BatchSize:
+        return BatchSize(bucket, bucket, bucket, has_adapters, first_layer=first_layer)
 
     def _prefill_size(self, bucket: int, has_adapters: bool) -> BatchSize:
         num_seqs = min(bucket, self._inputs.max_seqs)
@@ -155,7 +155,10 @@ class CUDAGraphs:
         ]
         largest = sizes[0]._replace(num_logits=self._decode_buckets[-1])
         sizes += [
-            self._decode_size(n, has_adapters) for n in reversed(self._decode_buckets) for has_adapters in adapters
+            self._decode_size(n, has_adapters, first_layer)
+            for n in reversed(self._decode_buckets)
+            for has_adapters in adapters
+            for first_layer in range(self._inputs.head_layers or 1)
         ]
         self._inputs.pad(BatchSize(0, 0, 0, False), largest)
         self._inputs.upload()

@@ -75,7 +75,7 @@ class DiskBlockStore(BlockStore):
         folder: folder of the files of all models; it is created if it does not exist.
         fingerprint: 32 bytes that stand for everything on which a block's bytes depend beside its content.
         max_bytes: largest size of all files in bytes.
-        block_bytes: size of a block in bytes.
+        largest_bytes: size of the largest block in bytes.
 
     Attributes:
         num_damaged: files that were not what their name says, since the start.
@@ -86,14 +86,13 @@ class DiskBlockStore(BlockStore):
         RequestError: the folder cannot be created or written to.
     """
 
-    def __init__(self, folder: Path, fingerprint: bytes, max_bytes: int, block_bytes: int) -> None:
+    def __init__(self, folder: Path, fingerprint: bytes, max_bytes: int, largest_bytes: int) -> None:
         super().__init__()
         self._root = folder.absolute()  # files are written later, when the process may be in another folder
         self._folder = self._root / fingerprint.hex()
         self._fingerprint = fingerprint
         self._max_bytes = max_bytes
-        self._block_bytes = block_bytes
-        self._max_queued = max(1, MAX_QUEUED_BYTES // block_bytes)
+        self._max_queued = max(1, MAX_QUEUED_BYTES // largest_bytes)
         self._room = 0  # bytes that may be written before the folder is scanned again
         self._record = torch.empty(0, dtype=torch.uint8)  # the file that was read last
         self._reported: set[str] = set()
@@ -129,10 +128,10 @@ class DiskBlockStore(BlockStore):
         self._queued[content.key] = future = self._writer.submit(self._write, content, data)
         future.add_done_callback(lambda _: self._queued.pop(content.key, None))
 
-    def get(self, content: BlockContent) -> Tensor | None:
+    def get(self, content: BlockContent, num_bytes: int) -> Tensor | None:
         path = self._path(content)
         header = self._header(content)
-        size = len(header) + self._block_bytes + 4
+        size = len(header) + num_bytes + 4
         if len(self._record) != size:
             self._record = torch.empty(size, dtype=torch.uint8)  # reused: new memory costs as much time as the reading
         record = self._record

@@ -161,13 +161,13 @@ class Engine:
             if isinstance(draft_model, DraftHead) and self.draft_worker is not None:
                 assert isinstance(model, Decoder)
                 model = FeatureWriter(draft_model, self.draft_worker.kv_cache).tapped(model)
-            options["with_adapters"] = with_adapters
+            options |= {"with_adapters": with_adapters, "drops_rows": not has_head}
             if group is not None:
                 assert isinstance(model, Stage)
                 wait = None if ranks is None else ranks.wait_until_ready
                 self.worker: Worker = RankWorker(config, model, group=group, wait_until_loaded=wait, **options)
             else:
-                self.worker = Worker(config, model, drops_rows=not has_head, **options)
+                self.worker = Worker(config, model, **options)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
         self.speculator = make_speculator(config, self.draft_worker, draft_sampler)
@@ -573,16 +573,19 @@ class Engine:
         """Get back what :meth:`sleep` has freed, and compute the pinned prompts again; do nothing if awake.
 
         If it raises an error, the engine sleeps on, unless :attr:`is_sleeping` is False: then some pinned prompts could
-        not be computed, and are lost.
+        not be computed, and are lost. If another rank could not load its part, the engine is lost, see
+        :attr:`lost_ranks`.
 
         Raises:
             OutOfMemoryError: there is too little memory on the device now.
             RequestError: the files now hold another model.
             FastinferError: the files cannot be read any more.
-            RuntimeError: pinned prompts could not be computed.
+            RuntimeError: pinned prompts could not be computed, or another rank could not load its part.
         """
         if not self.is_sleeping:
             return
+        if self.lost_ranks:
+            raise RuntimeError(self.lost_ranks)
         is_reloaded = self._sleep_mode.level == 2
         with self._context():  # on a GPU the workers capture their graphs here
             self._sleep_mode.wake_up()
@@ -700,7 +703,7 @@ class Engine:
 
     def _check_awake(self) -> None:
         if self.is_sleeping:
-            raise UnavailableError("the engine sleeps until wake_up() is called")
+            raise UnavailableError(self.lost_ranks or "the engine sleeps until wake_up() is called")
 
     def _report(self, stats: StepStats) -> None:
         """Call the observer of steps; its errors must not end any request."""

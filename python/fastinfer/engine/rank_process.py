@@ -39,6 +39,7 @@ class RankTask:
         config: configuration of the engine.
         size: size of the KV cache.
         stages: the layers of each stage. Team 0 has the last one, team 1 the first.
+        drops_rows: see :class:`fastinfer.engine.worker.Worker`.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class RankTask:
     config: EngineConfig
     size: KVCacheSize
     stages: list[range]
+    drops_rows: bool
 
     def create_group(self) -> Group:
         """Allocate the memory of the ranks, and return the view of rank 0."""
@@ -99,6 +101,7 @@ class RankTask:
             self.size,
             with_adapters=self.config.max_loras > 0,
             separates_roles=False,  # rank 0 alone divides steps, and tells the others
+            drops_rows=self.drops_rows,
             group=group,
             load=load_again,
         )

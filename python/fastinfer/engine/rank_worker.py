@@ -22,7 +22,8 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.shared_block import SharedBlock
-from fastinfer.engine.worker import Worker, adapter_ids_of
+from fastinfer.engine.worker import CachePart, Worker, adapter_ids_of
+from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.parallel.group import MAX_MESSAGES, Group
 from fastinfer.parallel.messages import Message
@@ -48,7 +49,7 @@ class RankWorker(Worker):
         config: configuration of the engine.
         model: the part.
         size: size of the KV caches of all ranks together.
-        with_adapters, separates_roles: see :class:`Worker`.
+        with_adapters, separates_roles, drops_rows: see :class:`Worker`; the last is the same on all ranks.
         group: group of ranks. Each rank has a worker; those of ranks other than 0 only :meth:`follow`. On GPUs all
             ranks make their workers at the same time, as steps are recorded together.
         wait_until_loaded: function that waits until all other ranks have loaded their parts again; only for rank 0.
@@ -66,6 +67,7 @@ class RankWorker(Worker):
         *,
         with_adapters: bool,
         separates_roles: bool,
+        drops_rows: bool,
         group: Group,
         wait_until_loaded: Callable[[], None] | None = None,
         load: Callable[[], Stage] | None = None,
@@ -81,6 +83,7 @@ class RankWorker(Worker):
             allocate=group.allocate_inputs,
             num_slots=num_teams,
             layers=model.indices,
+            drops_rows=drops_rows,
         )
         self._ranks = group
         team = group.rank // group.team.size
@@ -92,7 +95,8 @@ class RankWorker(Worker):
         self._sent: deque[list[int]] = deque()
         self._done: deque[_Done] = deque()
         self._taken = 0  # slot of the step that was taken last
-        self._block = SharedBlock(group, super().block_bytes) if config.has_offloading else None
+        own_bytes = super().part_bytes
+        self._blocks = [SharedBlock(group, own_bytes(part)) for part in CachePart if config.has_offloading]
         self._wait_until_loaded, self._load = wait_until_loaded, load
         self._adapters = model.adapters
         if isinstance(self._adapters, ShardedAdapterSlots):
@@ -155,19 +159,18 @@ class RankWorker(Worker):
             blocks = [block for pair in pairs[begin : begin + PAIRS_PER_MESSAGE] for block in pair]
             self._send([Message.COPY_BLOCKS, group, *blocks])
 
-    @property
-    def block_bytes(self) -> int:
-        return self._shared_block.num_bytes
+    def part_bytes(self, part: CachePart) -> int:
+        return self._blocks[part].num_bytes
 
-    def read_block(self, block: int) -> Tensor:
-        self._send([Message.READ_BLOCK, block])
+    def read_part(self, part: CachePart, index: int) -> Tensor:
+        self._send([Message.READ_PART, part, index])
         self._carry_out_all()
-        return self._shared_block.memory.clone()
+        return self._blocks[part].memory.clone()
 
-    def write_block(self, block: int, data: Tensor) -> None:
+    def write_part(self, part: CachePart, index: int, data: Tensor) -> None:
         # Nobody reads the memory now: all other ranks had carried out the last such message before rank 0 did.
-        self._shared_block.memory.copy_(data)
-        self._send([Message.WRITE_BLOCK, block])
+        self._blocks[part].memory.copy_(data)
+        self._send([Message.WRITE_PART, part, index])
         self._carry_out_all()
 
     def release(self, *, with_model: bool) -> None:
@@ -178,7 +181,10 @@ class RankWorker(Worker):
         super().reload(model)
         assert self._wait_until_loaded is not None
         self._send([Message.RELOAD])
-        self._wait_until_loaded()  # which has no deadline
+        try:
+            self._wait_until_loaded()  # which has no deadline
+        except RequestError as error:  # the rank has ended, and with it the group
+            raise RuntimeError(self._ranks.end_message(error)) from None
         self.complete_all()
 
     def restore(self) -> None:
@@ -196,11 +202,6 @@ class RankWorker(Worker):
         logits = self._carry_out_all()
         assert logits is not None
         return logits
-
-    @property
-    def _shared_block(self) -> SharedBlock:
-        assert self._block is not None, "there are no stores of blocks"
-        return self._block
 
     def _send(self, words: list[int]) -> None:
         """Send a message, once so many earlier ones are carried out that no other rank waits for this one to do so."""
@@ -246,11 +247,12 @@ class RankWorker(Worker):
         elif kind == Message.COPY_BLOCKS:
             group, *blocks = words
             super().copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
-        elif kind == Message.READ_BLOCK:
-            self._shared_block.own.copy_(super().read_block(*words))
-        elif kind == Message.WRITE_BLOCK:
-            [block] = words
-            super().write_block(block, self._shared_block.own)
+        elif kind == Message.READ_PART:
+            part, index = words
+            self._blocks[part].own.copy_(super().read_part(CachePart(part), index))
+        elif kind == Message.WRITE_PART:
+            part, index = words
+            super().write_part(CachePart(part), index, self._blocks[part].own)
         elif kind == Message.RELEASE:
             self._hidden = [None] * self.num_slots
             super().release(with_model=bool(*words))

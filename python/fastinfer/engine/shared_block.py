@@ -1,4 +1,4 @@
-"""One block of the KV cache in memory that all ranks share, on its way to a store beyond the cache or back."""
+"""A block of the KV cache, or a slot of states, in memory that all ranks share, on its way to a store or back."""
 
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from fastinfer.parallel.group import Group
 
 
 class SharedBlock:
-    """The bytes that a block has in the caches of all ranks, in the order of the ranks.
+    """The bytes that a block, or a slot of states, has in the caches of all ranks, in the order of the ranks.
 
     Args:
         group: the group of ranks. Each of them makes a shared block, rank 0 after all others.

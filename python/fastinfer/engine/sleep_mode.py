@@ -88,6 +88,8 @@ class SleepMode:
         self.level = level  # from here on wake_up() repairs what was left half done
         for sequence in pinned:
             self._block_manager.free(sequence)
+        if self._offloading is not None:
+            self._offloading.save()  # of requests that ended since the last step
         self._block_manager.reset_prefix_cache()
         if level == 2 and self._offloading is not None and self._offloading.host is not None:
             self._offloading.host.clear()  # the files may hold other weights when they are loaded again
@@ -100,7 +102,10 @@ class SleepMode:
     def wake_up(self) -> None:
         """Get everything back; if this raises an error, the engine sleeps on and may be woken up later.
 
+        Only if another rank could not load its part, the engine is lost.
+
         Raises:
+            RuntimeError: another rank could not load its part now or at an earlier call.
             RequestError: the files now hold another model.
         """
         if not all(worker.has_model for worker in self._workers):

@@ -46,10 +46,13 @@ class StateManager:
 
     Attributes:
         pool: holders and contents of the slots.
+        on_use: function that is called with a slot and its content when a sequence has made a snapshot that stays, also
+            its newest one at its end; ``None`` for none.
     """
 
     def __init__(self, num_slots: int, block_size: int, *, enable_prefix_caching: bool) -> None:
         self.pool = BlockPool(num_slots)
+        self.on_use: Callable[[int, BlockContent], None] | None = None
         self._block_size = block_size
         self._makes_snapshots = enable_prefix_caching
         # By their slots, which may have no content by now.
@@ -64,6 +67,13 @@ class StateManager:
     def has_snapshot(self, content: BlockContent) -> bool:
         """Return whether there is a snapshot at the end of the block with this content."""
         return self.pool.find(content) is not None
+
+    def add_snapshot(self, content: BlockContent) -> int:
+        """Add a snapshot to the prefix cache, and return the slot to write it to; a slot must be available."""
+        slot = self._take()
+        self.pool.publish(slot, content)
+        self.pool.remove_holder(slot)
+        return slot
 
     def admit(self, sequence: Sequence, prefix: BlockContent | None, num_shared_tokens: int) -> None:
         """Give a waiting sequence the states of its prefix and a slot for the next ones; one must be available.
@@ -156,6 +166,8 @@ class StateManager:
                 pool.publish(slot, content)
                 if num_tokens not in self._kept(sequence, table):
                     self._replace_rolling(table, slot, content)
+                elif self.on_use is not None:
+                    self.on_use(slot, content)
                 self._outdate(table.newest, content)
                 table.newest = None if num_tokens == table.num_shared_tokens else content
             pool.remove_holder(slot)
@@ -170,8 +182,13 @@ class StateManager:
 
     def free(self, sequence: Sequence) -> None:
         """Release all slots of a sequence, if it has any."""
-        if sequence.states is not None:
-            for slot in sequence.states.held:
+        table = sequence.states
+        if table is not None:
+            if table.rolling is not None and self.on_use is not None:
+                slot, content = table.rolling
+                if self.pool.find(content) == slot:
+                    self.on_use(slot, content)
+            for slot in table.held:
                 self.pool.remove_holder(slot)
             sequence.states = None
 
@@ -192,7 +209,7 @@ class StateManager:
         if pool.num_available:
             return self._take()
         if current is not None and is_own:
-            pool.forget(current)
+            pool.evict(current)
             return current
         return None
 
@@ -202,7 +219,7 @@ class StateManager:
         while len(self._outdated) > pool.num_blocks // OUTDATED_SHARE and not pool.num_free:
             slot = next(iter(self._outdated))
             if pool.content(slot) == self._outdated.pop(slot) and not pool.num_holders(slot):
-                pool.forget(slot)
+                pool.evict(slot)
         slot = pool.take()
         self._outdated.pop(slot, None)
         self._branches.pop(slot, None)

@@ -32,6 +32,8 @@ class StateTable:
             one, and if others are known to have the same beginning.
         num_shared_tokens: number of tokens whose keys and values were in the prefix cache when the sequence was
             admitted. As others have them too, a snapshot is made there.
+        num_loaded_blocks: number of blocks up to the last snapshot that the prefix cache or a store beyond it had when
+            the sequence was admitted; blocks are loaded up to there.
         pinned: slots of snapshots that stay in the prefix cache, as those of a pinned prompt.
     """
 
@@ -42,6 +44,7 @@ class StateTable:
     rolling: tuple[int, BlockContent] | None = None
     newest: BlockContent | None = None
     num_shared_tokens: int = 0
+    num_loaded_blocks: int = 0
     pinned: list[int] = field(default_factory=list)
 
     @property

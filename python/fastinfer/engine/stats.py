@@ -130,8 +130,8 @@ class EngineStats:
         is_sleeping: whether the engine sleeps, see :meth:`fastinfer.engine.engine.Engine.sleep`.
         num_adapter_loads: LoRA adapters copied into a slot since the start; if many, ``max_loras`` is too small for the
             adapters in use.
-        num_loaded_host_blocks, num_loaded_disk_blocks: blocks since the start that were loaded from host memory and
-            from disk instead of being computed.
+        num_loaded_host_blocks, num_loaded_disk_blocks: blocks and snapshots of states since the start that were loaded
+            from host memory and from disk instead of being computed.
         num_damaged_kv_files: files of the KV cache on disk since the start that were not what their name says.
         num_dropped_kv_blocks: blocks since the start that were not written to disk because too many waited already.
         num_failed_kv_files: files since the start that could not be read or written.

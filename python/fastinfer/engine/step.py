@@ -161,6 +161,7 @@ class Step:
         self._requests.begin_step()
         chunks, rows = self._choose_rows(self._schedule(waits))
         self._block_manager.place_states(chunks)
+        self._save_blocks()  # snapshots that have made room for those of this step
         return chunks, rows
 
     def _mark_launched(self, chunks: list[Chunk]) -> None:

@@ -31,6 +31,11 @@ class HostCopy:
             self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # to pinned memory
             self._done = torch.cuda.current_stream(tensors[0].device).record_event()
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(tensor.nbytes for tensor in self._copies)
+
     def wait(self) -> list[Tensor]:
         """Return the tensors in host memory."""
         if self._done is not None:

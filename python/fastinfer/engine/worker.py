@@ -1,6 +1,7 @@
 """Worker that computes the steps of one model: it has the model, its KV cache, and the runners on both."""
 
 from collections.abc import Callable
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -20,6 +21,16 @@ from fastinfer.models.placed_decoder import PlacedDecoder
 # Number of prompt tokens whose logits are computed at a time if their log-probabilities are requested: 12 MB for a
 # vocabulary of 49k tokens.
 PROMPT_LOGPROBS_ROWS = 64
+
+
+class CachePart(IntEnum):
+    """A part of a model's caches that stores beyond them keep as one: a block of keys and values, or a slot of states.
+
+    Ranks send its number.
+    """
+
+    BLOCK = 0
+    STATES = 1
 
 
 class Worker:
@@ -124,20 +135,23 @@ class Worker:
         """Copy blocks of a group of layers, see :meth:`fastinfer.models.kv_cache.KVCache.copy_blocks`."""
         self.kv_cache.copy_blocks(pairs, group)
 
-    @property
-    def block_bytes(self) -> int:
-        """Size of a block in the caches of all layers."""
-        return sum(row.shape[1] for row in self.kv_cache.rows)
+    def part_bytes(self, part: CachePart) -> int:
+        """Return the size of a part of the caches of all layers."""
+        return sum(row.shape[1] for row in self._rows(part))
 
-    def read_block(self, block: int) -> Tensor:
-        """Return a copy of a block of all layers, [block_bytes] uint8, on ``device``."""
-        return torch.cat([row[block].to(self.device) for row in self.kv_cache.rows])
+    def read_part(self, part: CachePart, index: int) -> Tensor:
+        """Return a copy of a part of the caches of all layers, [part_bytes] uint8, on ``device``."""
+        copies = [row[index].to(self.device) for row in self._rows(part)]
+        return torch.cat(copies) if copies else torch.empty(0, dtype=torch.uint8, device=self.device)
 
-    def write_block(self, block: int, data: Tensor) -> None:
-        """Fill a block of all layers with the bytes that :meth:`read_block` has returned, in host memory."""
-        rows = self.kv_cache.rows
-        for row, part in zip(rows, data.to(self.device).split([row.shape[1] for row in rows]), strict=True):
-            row[block].copy_(part)
+    def write_part(self, part: CachePart, index: int, data: Tensor) -> None:
+        """Fill a part of the caches of all layers with bytes that :meth:`read_part` has returned, on any device."""
+        rows = self._rows(part)
+        for row, values in zip(rows, data.to(self.device).split([row.shape[1] for row in rows]), strict=True):
+            row[index].copy_(values)
+
+    def _rows(self, part: CachePart) -> list[Tensor]:
+        return self.kv_cache.rows if part is CachePart.BLOCK else self.kv_cache.state_rows
 
     def prompt_logprobs(
         self, hidden: Tensor, token_ids: list[int], count: int, adapter: int
@@ -208,7 +222,7 @@ class Worker:
             has_states=self.model.config.states is not None,
             sparse_pages=config.sparse_pages,
             drops_rows=self._drops_rows and self.model.config.num_storing_layers < self.model.config.num_layers,
-            has_features=self.model.config.has_features,
+            head_layers=self.model.config.num_layers if self.model.config.has_features else 0,
             allocate=allocate,
         )
 

@@ -98,6 +98,7 @@ class GGUFFile:
         self._buffers = {self.path: buffer}
         header = _Header(self.path, buffer)
         self.metadata, self.tensors = header.read()
+        self._metadata_end = header.metadata_end
 
     @property
     def files(self) -> list[Path]:
@@ -114,6 +115,12 @@ class GGUFFile:
                 raise GGUFFormatError(f"{other.path}: tensor {_short(name)} is in another file of the model, too")
         self.tensors |= other.tensors
         self._buffers |= other._buffers
+
+    def write_metadata(self, path: Path) -> None:
+        """Write a file that has all keys of this one and no tensors."""
+        header = self._buffers[self.path]
+        # Magic, version, number of tensors, number of keys, keys.
+        path.write_bytes(header[:8] + bytes(8) + header[16 : self._metadata_end])
 
     def check_size(self) -> None:
         """Refuse a file that was cut after it was opened: reading mapped memory behind its end ends the process.
@@ -185,6 +192,7 @@ class _Header:
         self.bytes = np.frombuffer(buffer, np.uint8)
         self.size = len(buffer)
         self.position = 0
+        self.metadata_end = 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         """Read and check the whole header: metadata and tensors."""
@@ -200,6 +208,7 @@ class _Header:
         self._need(tensor_count * MIN_TENSOR_INFO_BYTES, f"{tensor_count} tensors")
 
         values = self._metadata(key_count)
+        self.metadata_end = self.position
         tensors = self._tensors(tensor_count, self._alignment(values))
         return {key: self._decode(v) if isinstance(v, _Strings) else v for key, v in values.items()}, tensors
 

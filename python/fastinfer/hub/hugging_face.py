@@ -16,7 +16,7 @@ from fastinfer.utils.text import first_line
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:[/:](.+\.gguf))?")
 
 # Files to fetch: no pickles, no code, and no second copy of the weights in another layout.
-_WANTED = ["*.safetensors", "*.json", "chat_template.jinja"]
+_WANTED = ["*.safetensors", "*.json", "chat_template.jinja", "tokenizer.gguf"]
 _UNWANTED = ["*/*", "consolidated*", "adapter_*"]
 
 

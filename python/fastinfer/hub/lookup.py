@@ -12,7 +12,7 @@ from fastinfer.utils.file_kind import HEAD_BYTES, kind_of_file
 from fastinfer.utils.gguf_names import shard_names
 from fastinfer.utils.regular_file import open_regular
 
-# In place of a draft model's name: the model's own layer for multi-token prediction.
+# In place of a draft model's name: the model's own layers for multi-token prediction.
 MTP = "mtp"
 
 

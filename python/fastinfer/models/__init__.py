@@ -13,10 +13,11 @@ from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Tap
+from fastinfer.models.draft_head import DraftHead
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_heads import EAGLE3, GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
-from fastinfer.models.head_loader import load_eagle_head, load_mtp_head
+from fastinfer.models.head_loader import load_eagle_head, load_mtp_head, with_vocabulary
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint, is_hf_head
 from fastinfer.models.hf_mtp import HFMTPCheckpoint
@@ -102,7 +103,7 @@ def load_model(
         source: a ``.gguf`` file, a folder of safetensors files with their ``config.json``, or one of them opened by
             :func:`open_checkpoint` for the same dtype and device.
         dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"`` (not yet run on a GPU), or ``"auto"``.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``, or ``"auto"``.
         max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
         load: function that loads the weights; :func:`load_weights` by default.
 
@@ -141,6 +142,21 @@ def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len:
         return load_decoder(checkpoint, precision, max_model_len, device)
 
 
+def load_whole_head(
+    open_model: Callable[[], Checkpoint], checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None
+) -> Model:
+    """Load a draft head that shares no weight with its model, which is divided among ranks.
+
+    Args:
+        open_model: function that opens the model's checkpoint.
+        checkpoint, dtype, device, max_model_len: see :func:`load_weights`.
+    """
+    head = load_weights(checkpoint, dtype, device, max_model_len)
+    assert isinstance(head, DraftHead)
+    with one_torch_thread():
+        return with_vocabulary(head, open_model(), Precision.of(dtype, device), max_model_len, device)
+
+
 def check_has_all_logits(model: Model) -> None:
     """Check that a model can do more than draft.
 
@@ -173,12 +189,17 @@ def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
     return GGUFHeadCheckpoint(file, exact) if is_head else GGUFCheckpoint(file, exact)
 
 
-def open_mtp_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
-    """Open the layer for multi-token prediction in a model's checkpoint.
+def open_mtp_checkpoint(path: Path, exact: bool = False, max_layers: int | None = None) -> Checkpoint:
+    """Open the layers for multi-token prediction in a model's checkpoint.
 
-    Arguments and errors are those of :func:`open_checkpoint`, and:
+    Args:
+        path, exact: see :func:`open_checkpoint`.
+        max_layers: number of layers to read at most, from the first one on; ``None`` for all.
 
     Raises:
+        FastinferError: as for :func:`open_checkpoint`.
         RequestError: the checkpoint has no such layer.
     """
-    return HFMTPCheckpoint(path, exact) if path.is_dir() else GGUFMTPCheckpoint(open_gguf(path), exact)
+    if path.is_dir():
+        return HFMTPCheckpoint(path, exact, max_layers)
+    return GGUFMTPCheckpoint(open_gguf(path), exact, max_layers)

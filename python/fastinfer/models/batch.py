@@ -39,10 +39,12 @@ class FeatureSlots:
         reads: [tokens] int64; slot of the token before each token, whose features the head reads; the first token of a
             sequence has its own.
         writes: [tokens] int64; slot in which a token's output is stored as its features, -1 for none.
+        first_layer: first layer of the head that is computed: that of the draft.
     """
 
     reads: Tensor
     writes: Tensor
+    first_layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)

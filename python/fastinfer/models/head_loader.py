@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 from fastinfer.models.attention_loader import load_attention
+from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import DecoderLayer
-from fastinfer.models.draft_head import EagleHead
+from fastinfer.models.draft_head import DraftHead
+from fastinfer.models.eagle_head import EagleHead
 from fastinfer.models.gguf_heads import GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint
@@ -13,7 +15,7 @@ from fastinfer.models.hf_mtp import HFMTPCheckpoint
 from fastinfer.models.layer_reader import LayerReader, Part
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.mlp_loader import load_mlp
-from fastinfer.models.mtp_head import MTPHead
+from fastinfer.models.mtp_head import MTPEnds, MTPHead
 from fastinfer.models.norm import NoNorm, RMSNorm
 from fastinfer.models.position_tables import PositionTables
 
@@ -69,27 +71,59 @@ def load_eagle_head(
     )
 
 
+def with_vocabulary(
+    head: DraftHead, checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str
+) -> DraftHead:
+    """Return a head with its own copies of the embedding and the output layer that it would share with its model.
+
+    A rank needs them that drafts alone for a model that is divided: the model's own are computed by all ranks together.
+
+    Args:
+        head: the head.
+        checkpoint: an open checkpoint of the model.
+        precision, max_model_len, device: see :func:`fastinfer.models.loader.load_decoder`.
+    """
+    loader = DecoderLoader(LayerReader(checkpoint, precision, device), max_model_len)
+    embedding, lm_head = head.embedding, head.lm_head
+    if embedding is None:
+        embedding = loader.embedding()
+    if lm_head is None:
+        is_shared = "lm_head" not in checkpoint and head.embedding is None
+        lm_head = embedding if is_shared else loader.lm_head() or loader.embedding()
+    checkpoint.release()
+    return replace(head, embedding=embedding, lm_head=lm_head)
+
+
 def load_mtp_head(
     checkpoint: HFMTPCheckpoint | GGUFMTPCheckpoint, precision: Precision, max_model_len: int | None, device: str
 ) -> MTPHead:
-    """Read a layer for multi-token prediction.
+    """Read layers for multi-token prediction.
 
     Arguments and errors are those of :func:`fastinfer.models.loader.load_decoder`.
     """
     reader, config = LayerReader(checkpoint, precision, device), checkpoint.config
     hidden = config.hidden_size
-    norm = reader.norm("norm")
-    assert isinstance(norm, RMSNorm)
+
+    def ends(layer: int) -> MTPEnds:
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(reader.vector(f"layers.{layer}.{name}", hidden), config.norm_eps)
+
+        fc = f"layers.{layer}.fc"
+        return MTPEnds(
+            token_norm=norm("token_norm"),
+            feature_norm=norm("feature_norm"),
+            fc=reader.weight((fc,), checkpoint.linear(fc, hidden, 2 * hidden), None),
+            norm=norm("norm"),
+        )
+
+    indices = range(config.num_layers)
     return MTPHead(
         config=config,
         dtype=precision.dtype,
         exact=precision.exact,
         embedding=None,
-        layers=DecoderLoader(reader, max_model_len).layers(range(1)),
-        norm=norm,
+        layers=DecoderLoader(reader, max_model_len).layers(indices),
+        norm=NoNorm(),
         lm_head=None,
-        token_norm=RMSNorm(reader.vector("token_norm", hidden), config.norm_eps),
-        feature_norm=RMSNorm(reader.vector("feature_norm", hidden), config.norm_eps),
-        norm_output=True,
-        fc=reader.weight(("fc",), checkpoint.linear("fc", hidden, 2 * hidden), None),
+        ends=tuple(map(ends, indices)),
     )

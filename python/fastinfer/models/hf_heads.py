@@ -29,7 +29,7 @@ class EagleSettings:
     """Settings of an EAGLE-3 head.
 
     Attributes:
-        aux_layers, norm_residual, norm_output: see :class:`fastinfer.models.draft_head.EagleHead`.
+        aux_layers, norm_residual, norm_output: see :class:`fastinfer.models.eagle_head.EagleHead`.
         has_fc_norm, has_aux_norms: whether the inputs are normalised together, or each by itself.
     """
 

@@ -1,13 +1,15 @@
-"""The layer for multi-token prediction in a Hugging Face folder.
+"""The layers for multi-token prediction in a Hugging Face folder.
 
-DeepSeek and GLM have it behind the model's own layers, with the norms and the projection of its input. Qwen has it
-under ``mtp``. Copies of the embedding and the output layer are not read: the model's are the same.
+DeepSeek and GLM have them behind the model's own layers, each with the norms and the projection of its input. Qwen has
+one under ``mtp``. Copies of the embedding and the output layer are not read: the model's are the same.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from fastinfer.errors import UnsupportedModelError
+from fastinfer.models.checkpoint import split_name
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.families import Family
 from fastinfer.models.hf_checkpoint import HFCheckpoint
@@ -27,34 +29,48 @@ _MTP_NAMES = {
     "feature_norm": "mtp.pre_fc_norm_hidden",
     "fc": "mtp.fc",
     "norm": "mtp.norm",
-    "layers": "mtp.layers",
 }
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
 class HFMTPCheckpoint(HFCheckpoint):
-    """The layer for multi-token prediction in an open folder.
+    """The layers for multi-token prediction in an open folder.
 
-    Arguments and errors are those of :class:`HFCheckpoint`, and:
+    Args:
+        path, exact: see :class:`HFCheckpoint`.
+        max_layers: number of layers to read at most, from the first one on; ``None`` for all.
 
     Raises:
-        UnsupportedModelError: the layer is not implemented for the architecture.
+        CheckpointFormatError: as for :class:`HFCheckpoint`.
+        UnsupportedModelError: as for :class:`HFCheckpoint`, or such layers are not implemented for the architecture.
         RequestError: the folder has no such layer.
     """
 
+    def __init__(self, path: Path, exact: bool = False, max_layers: int | None = None) -> None:
+        self._max_layers = max_layers
+        super().__init__(path, exact)
+
     def _read_config(self) -> tuple[ModelConfig, Family]:
         config, family = super()._read_config()
-        name = config.architecture
+        name, first = config.architecture, config.num_layers
         if name in APPENDED:
-            layers = family.top["layers"]
-            top = {part: f"{layers}.{config.num_layers}.{stored}" for part, stored in _APPENDED_NAMES.items()}
-            return mtp_config(config, config.num_layers), replace(family, top=top | {"layers": layers})
+            count = self._fields.get("num_nextn_predict_layers", int, 1, minimum=0) or 1
+            layers = range(first, first + min(count, self._max_layers or count))
+            return mtp_config(config, layers), replace(family, layer={**family.layer, **_APPENDED_NAMES})
         if name in UNDER_MTP:
-            return mtp_config(config, 0), replace(family, prefix="", top=_MTP_NAMES)
+            top = _MTP_NAMES | {"layers": "mtp.layers"}
+            family = replace(family, prefix="", top=top, layer={**family.layer, **_MTP_NAMES})
+            return mtp_config(config, range(1)), family
         raise UnsupportedModelError(
             f"{self.path}: layers for multi-token prediction are not implemented for {name}; "
             f"supported are {', '.join(APPENDED + UNDER_MTP)}"
         )
+
+    def stored_name(self, name: str, *, is_single: bool = False) -> str:
+        if self.config.architecture in UNDER_MTP and name.startswith("layers."):
+            part = split_name(name)[1]
+            name = part if part in _MTP_NAMES else name
+        return super().stored_name(name, is_single=is_single)
 
     def _find_prefixes(self) -> tuple[str, str]:
         if self.config.architecture in APPENDED:
@@ -65,11 +81,13 @@ class HFMTPCheckpoint(HFCheckpoint):
         return prefix, prefix
 
     def _loaded_names(self) -> Iterator[str]:
-        [(stored, _)] = self.config.stored_layers
-        own = "mtp." if self.config.architecture in UNDER_MTP else f"{self._family.top['layers']}.{stored}."
-        prefix = self._with_prefix(own)
-        return (name for name in self.tensors.names if name.startswith(prefix) and not name.endswith(_COPIES))
+        layers = self._family.top["layers"]
+        own = [f"{layers}.{stored}." for stored, _ in self.config.stored_layers]
+        if self.config.architecture in UNDER_MTP:
+            own = ["mtp."]
+        prefixes = tuple(map(self._with_prefix, own))
+        return (name for name in self.tensors.names if name.startswith(prefixes) and not name.endswith(_COPIES))
 
     def _check_output_layer(self) -> None:
-        if f"{self.stored_name('feature_norm')}.weight" not in self.tensors:
+        if f"{self.stored_name('layers.0.feature_norm')}.weight" not in self.tensors:
             raise no_mtp_layer(self.path)

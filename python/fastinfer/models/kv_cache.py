@@ -163,7 +163,8 @@ class KVCache:
     def free(self) -> None:
         """Free the memory; what was cached is lost."""
         self.layers.clear()
-        vars(self).pop("rows", None)  # the views would keep the memory
+        for views in ("rows", "state_rows"):  # which would keep the memory
+            vars(self).pop(views, None)
 
     def allocate(self) -> None:
         """Allocate the memory again after :meth:`free`, uninitialised; does nothing if there is any."""
@@ -184,6 +185,12 @@ class KVCache:
     def rows(self) -> list[Tensor]:
         """All tensors of keys, values, bounds and features as [num_blocks, bytes of a block] uint8, views."""
         return [tensor.view(torch.uint8).flatten(1) for layer in self._with_blocks for tensor in layer.tensors]
+
+    @cached_property
+    def state_rows(self) -> list[Tensor]:
+        """All tensors of states as [num_states, bytes of a slot] uint8, views."""
+        layers = (layer for layer in self.layers if isinstance(layer, StateCache))
+        return [tensor.flatten(1).view(torch.uint8) for layer in layers for tensor in layer.tensors]
 
     @property
     def _with_blocks(self) -> list[LayerCache]:

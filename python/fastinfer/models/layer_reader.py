@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fastinfer.formats.unpacked import Unpacked, concatenate
+from fastinfer.formats.unpacked import Dense, Unpacked, concatenate
 from fastinfer.models.checkpoint import Checkpoint, tiled_rows
 from fastinfer.models.config import Precision
 from fastinfer.models.norm import LayerNorm, NoNorm, Norm, RMSNorm
@@ -45,7 +45,12 @@ class LayerReader:
         self.scale = config.stream_scale
 
     def weight(
-        self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None, activation_bits: int | None = None
+        self,
+        names: tuple[str, ...],
+        unpacked: Unpacked,
+        bias: Tensor | None,
+        activation_bits: int | None = None,
+        factor: float = 1.0,
     ) -> Weight:
         """Pack a layer's weight.
 
@@ -55,7 +60,10 @@ class LayerReader:
             unpacked: the weight, unpacked.
             bias: [out_features], with rows in the same order, or ``None``.
             activation_bits: precision of the inputs of its products; ``None`` for the model's.
+            factor: factor of the weight without its bias; a weight with another one than 1 is packed as a dense one.
         """
+        if factor != 1.0:
+            unpacked = Dense(unpacked.dequantize() * factor)
         return self.make(unpacked, activation_bits or self.precision.activation_bits, bias)
 
     def own_experts(self) -> range:

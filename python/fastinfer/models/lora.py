@@ -92,12 +92,14 @@ class _Place:
         index: index in ``slots.ranks`` after the slot: the expert or head, if there are any.
         rows: rows of the update's B that belong to the module.
         is_transposed: whether the module is the transpose of these rows.
+        factor: factor of the module's weight, which the update gets, too.
     """
 
     slots: ModuleSlots
     index: tuple[int, ...] = ()
     rows: slice | Tensor = field(default_factory=lambda: slice(None))
     is_transposed: bool = False
+    factor: float = 1.0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -178,7 +180,7 @@ class AdapterSlots:
         for weight, low_rank in adapter.weights.items():
             a = self._host(low_rank.a)
             for place in self._places(weight):
-                b = self._host(low_rank.b[place.rows].T.float() * low_rank.scale)
+                b = self._host(low_rank.b[place.rows].T.float() * (low_rank.scale * place.factor))
                 parts.append((place, b, a) if place.is_transposed else (place, a, b))
         return PreparedAdapter(adapter.path, adapter.digest, parts)
 
@@ -260,7 +262,11 @@ class AdapterSlots:
         parts = module_parts(self._config, layer, module, inner)
         if missing := [part for part in parts if prefix + part not in modules]:
             raise KeyError(f"a layer of the model has no {prefix}{missing[0]}, only {', '.join(modules)}")
-        return [_Place(modules[prefix + part], index, rows) for part, rows in parts.items()]
+        states = self._config.states
+        factors = {"in_proj_dt": states.dt_scale} if isinstance(states, Mamba2Config) else {}
+        return [
+            _Place(modules[prefix + part], index, rows, factor=factors.get(part, 1.0)) for part, rows in parts.items()
+        ]
 
     def _head_places(self, modules: dict[str, ModuleSlots], sizes: LatentAttentionConfig) -> list[_Place]:
         """Return where an update of the keys and values of latent attention is stored: those of each head by itself."""
@@ -279,6 +285,8 @@ class AdapterSlots:
                 raise KeyError(f"the model has {len(self.layers)} layers only")
             return stored
         found = [n for n, pair in enumerate(self._config.stored_layers) if pair[part in MLP_PARTS] == stored]
+        if len(found) > 1:  # Mamba-2 and attention
+            found = [n for n in found if self._config.has_state(n) == (part in ("in_proj", "out_proj"))]
         if not found:
             raise KeyError(f"the model has no {part} in a layer {stored}")
         return found[0]

@@ -13,7 +13,7 @@ def moved(value: T, device: str) -> T:
     """Copy a tensor, or all tensors of a batch, a routing or other inputs, to a device, also if they are there already.
 
     Copies between a GPU and host memory go through pinned memory and are queued on the GPU's current stream. A copy in
-    host memory is complete when this function returns. Not yet run on a GPU.
+    host memory is complete when this function returns.
 
     Args:
         value: a tensor, or tuples and dataclasses that contain tensors. Dictionaries, of adapters, stay as they are.

@@ -1,4 +1,4 @@
-"""Configuration of the layer for multi-token prediction in a checkpoint (MTP, also called nextn)."""
+"""Configuration of the layers for multi-token prediction in a checkpoint (MTP, also called nextn)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,20 +7,20 @@ from fastinfer.errors import RequestError
 from fastinfer.models.config import ModelConfig
 
 
-def mtp_config(config: ModelConfig, stored_layer: int) -> ModelConfig:
-    """Return the configuration of a draft head that is one more layer of a model, with attention to the whole text.
+def mtp_config(config: ModelConfig, stored_layers: range) -> ModelConfig:
+    """Return the configuration of a draft head that is further layers of a model, with attention to the whole text.
 
     Args:
         config: configuration of the model. It has no windows, and its layers with attention have one shape.
-        stored_layer: number of the layer in the file.
+        stored_layers: numbers of the layers in the file.
     """
     return replace(
         config,
-        num_layers=1,
+        num_layers=len(stored_layers),
         state_layers=(),
         states=None,
         dense_layers=frozenset(),
-        stored_layers=((stored_layer, stored_layer),),
+        stored_layers=tuple((layer, layer) for layer in stored_layers),
         has_features=True,
     )
 

@@ -52,7 +52,7 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
 def _mamba2(reader: LayerReader, layer: str, sizes: Mamba2Config) -> Mamba2:
     name, wide = f"{layer}.in_proj", sizes.inner_size + sizes.conv_dim
     ((_, projection, bias),) = reader.read({name: wide + sizes.num_heads}, sizes.projection_bias)
-    dt = projection.rows(slice(wide, None)).dequantize() * sizes.dt_scale
+    dt = Dense(projection.rows(slice(wide, None)).dequantize())
     conv_weight = _conv_weight(reader, layer, sizes.conv_dim, sizes.kernel_size)
     states = sizes.num_groups * sizes.state_dim
     for part, scale in zip(conv_weight.split([sizes.inner_size, states, states]), sizes.conv_scales, strict=True):
@@ -63,7 +63,7 @@ def _mamba2(reader: LayerReader, layer: str, sizes: Mamba2Config) -> Mamba2:
         norm=reader.pre_norm(f"{layer}.attention_norm", factor=sizes.input_scale),
         zxbc=reader.weight((name,), projection.rows(slice(0, wide)), None if bias is None else bias[:wide]),
         # Errors of the time steps add up over all tokens, so neither they nor their input are quantised.
-        dt=reader.weight((name,), Dense(dt), None if bias is None else bias[wide:], 32),
+        dt=reader.weight((name,), dt, None if bias is None else bias[wide:], 32, sizes.dt_scale),
         conv_weight=conv_weight,
         conv_bias=reader.vector(f"{layer}.conv1d.bias", sizes.conv_dim) if sizes.conv_bias else None,
         a_log=reader.vector(f"{layer}.A_log", sizes.num_heads),

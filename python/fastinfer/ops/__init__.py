@@ -10,9 +10,9 @@ may be the tensor that an elementwise step reads (``x`` of the norms and of ``ge
 ``add_rms_norm``); any other overlap with an argument raises.
 
 All functions work under ``torch.compile(fullgraph=True)``, in ``torch.export``, in a :class:`CPUGraph` and in a
-``torch.cuda.CUDAGraph`` (not yet run on a GPU). A graph that was captured with ``out`` writes into it at every replay.
-Among dynamic shapes, only numbers of tokens are safe: with a symbolic head size the Inductor of torch 2.13 writes
-in-place results of a split tensor to the wrong place.
+``torch.cuda.CUDAGraph``; ``torch.compile`` was not yet run on a GPU. A graph that was captured with ``out`` writes into
+it at every replay. Among dynamic shapes, only numbers of tokens are safe: with a symbolic head size the Inductor of
+torch 2.13 writes in-place results of a split tensor to the wrong place.
 
 Shapes use these names: *tokens* (ragged batches are flattened, nothing is padded), *hidden*, *q_heads*, *kv_heads*,
 *head_dim*, *seqs*. A wrong shape, dtype or device raises ``RuntimeError`` (``ValueError`` where Python checks it) with

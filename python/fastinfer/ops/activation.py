@@ -18,7 +18,7 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     Raises:
         RuntimeError: the last dimension is odd, or a dtype or stride does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: SwiGLU: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
 
@@ -46,7 +46,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = N
     Raises:
         RuntimeError: ``approximate`` is unknown, the last dimension is odd, or a dtype or stride does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: GEGLU: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
 
@@ -77,7 +77,7 @@ def clamped_swiglu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     Raises:
         RuntimeError: the last dimension is odd, or a dtype or stride does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: gpt-oss model card, OpenAI, 2025, https://arxiv.org/abs/2508.10925, section 2.2.
 
@@ -107,7 +107,7 @@ def gelu(x: Tensor, approximate: str = "tanh", factor: Tensor | None = None, *, 
     Raises:
         RuntimeError: ``approximate`` is unknown, or a shape, dtype or stride does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
 
@@ -135,7 +135,7 @@ def relu2(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     Raises:
         RuntimeError: a dtype or stride does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Primer, So et al., 2021, https://arxiv.org/abs/2109.08668.
 
@@ -163,7 +163,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tenso
     Raises:
         RuntimeError: a shape, dtype, device or stride does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: gated attention: Qiu et al., 2025, https://arxiv.org/abs/2505.06708.
 
@@ -189,7 +189,7 @@ def softcap(x: Tensor, cap: float) -> None:
     Raises:
         RuntimeError: ``cap`` is not positive and finite in fp32, or a dtype or stride does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Gemma 2, 2024, https://arxiv.org/abs/2408.00118, section 2.
 

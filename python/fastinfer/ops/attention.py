@@ -45,7 +45,7 @@ def store_kv_cache(
         RuntimeError: a shape, dtype, device or stride does not fit; scales are missing, or passed for a cache that has
             none; on the CPU also a slot outside the cache, which CUDA skips.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: the paged cache: Kwon et al., 2023, https://arxiv.org/abs/2309.06180; int4 by groups with a minimum: Sheng
     et al., 2023, https://arxiv.org/abs/2303.06865.
@@ -128,7 +128,7 @@ def paged_attention(
             for a cache that has none; ``window`` or ``softcap`` is negative; on the CPU also lengths and blocks that
             contradict each other or are outside the cache.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: the paged cache: Kwon et al., 2023, https://arxiv.org/abs/2309.06180; online softmax over tiles: Dao et al.,
     2022, https://arxiv.org/abs/2205.14135, and Dao, 2023, https://arxiv.org/abs/2307.08691; GQA: Ainslie et al., 2023,
@@ -196,7 +196,7 @@ def paged_attention_plan(
         RuntimeError: a shape, dtype or device does not fit; ``q_heads`` is not a multiple of ``kv_heads``; ``window``
             is negative; on CUDA also a head_dim that its kernels do not support.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: division into equal parts: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
 
@@ -226,7 +226,7 @@ def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: online softmax: Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867.
 

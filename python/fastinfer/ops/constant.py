@@ -23,7 +23,7 @@ def constant_weights() -> Iterator[None]:
 
     The setting applies to the calling thread, and to everything that a ``torch.cuda.CUDAGraph`` captures inside the
     block. Call compiled functions inside the block; a block inside a compiled function breaks the graph. On the CPU it
-    changes nothing. Not yet run on a GPU.
+    changes nothing.
 
     Raises:
         RuntimeError: the block is traced into a single graph (``torch.export``, ``torch.compile(fullgraph=True)``).

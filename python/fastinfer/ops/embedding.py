@@ -31,7 +31,7 @@ def embedding(
         RuntimeError: a shape, dtype or device does not fit; both ``dtype`` and ``residual`` are passed; on the CPU also
             an id outside the table.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: the same look-up as ``torch.nn.functional.embedding``.
 

@@ -10,7 +10,7 @@ in runs of 16: rows 0-15 of the gate, rows 0-15 of up, rows 16-31 of the gate, .
 (:func:`fastinfer.ops.interleave_gate_up`), so that one tile of the output holds both. The output is then half as wide.
 The first three multiply the activated gate by up; for the last see :func:`fastinfer.ops.clamped_swiglu`.
 
-On a GPU (not yet run on a GPU) ``x`` is bf16 or fp16, and products are summed in fp32:
+On a GPU ``x`` is bf16 or fp16, and products are summed in fp32:
 
 - Up to 64 tokens, 4-bit and 8-bit weights are multiplied exactly, as integers, and their fp32 scales multiply the sums;
   only the result is rounded to 16 bits.
@@ -57,7 +57,7 @@ def gemm(
         RuntimeError: a shape, dtype, device or stride does not fit; ``activation`` is unknown, is combined with a
             ``residual``, or the weight's rows are not a multiple of 32 for it.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: register blocking: Goto and van de Geijn, 2008, https://doi.org/10.1145/1356052.1356053; division of the
     work on a GPU: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
@@ -112,7 +112,7 @@ def int8_gemm(
         RuntimeError: a shape, dtype, device or stride does not fit; ``activation_bits`` is unknown; ``activation`` is
             unknown, is combined with a ``residual``, or the weight's rows are not a multiple of 32 for it.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: integer products with scales on both sides: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section
     2; see :func:`gemm` for the blocking.
@@ -262,7 +262,7 @@ def int4_gemm(
     Raises:
         RuntimeError: the same as :func:`int8_gemm`.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: one scale per group: Frantar et al., 2022, https://arxiv.org/abs/2210.17323; weights packed in the order of
     the tensor cores' operands: MARLIN, Frantar et al., 2024, https://arxiv.org/abs/2408.11743.
@@ -317,7 +317,7 @@ def lut_gemm(
     Raises:
         RuntimeError: the same as :func:`int8_gemm`; the table has other numbers than ``activation_bits`` allows.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: NF4: Dettmers et al., 2023, https://arxiv.org/abs/2305.14314, section 3; MXFP4: OCP Microscaling Formats,
     2023, https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.

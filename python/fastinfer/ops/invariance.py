@@ -21,7 +21,7 @@ def batch_invariant() -> Iterator[None]:
 
     This costs speed, most of it with little work: one sequence that decodes over a long context keeps only as many
     multiprocessors busy as it has KV heads. On the CPU it changes nothing, because results there are always
-    batch-invariant. Not yet run on a GPU.
+    batch-invariant.
 
     The setting applies to the calling thread, and to everything that a ``torch.cuda.CUDAGraph`` captures inside the
     block. Call compiled functions inside the block; a block inside a compiled function breaks the graph.

@@ -50,7 +50,7 @@ def causal_conv1d(
         RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also a slot or ``query_start`` out of
             range. A GPU treats a slot out of range like -1.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Mamba, Gu and Dao, 2023, https://arxiv.org/abs/2312.00752, section 3.4; with gates ``Lfm2ShortConv`` of
     transformers.
@@ -127,7 +127,7 @@ def gated_delta_rule(
         RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also a slot or ``query_start`` out of
             range. A GPU treats a slot out of range like -1.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Gated Delta Networks, Yang et al., 2024, https://arxiv.org/abs/2412.06464.
 
@@ -207,7 +207,7 @@ def mamba2_scan(
         RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also a slot or ``query_start`` out of
             range. A GPU treats a slot out of range like -1.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Transformers are SSMs, Dao and Gu, 2024, https://arxiv.org/abs/2405.21060; ``GraniteMoeHybridMambaLayer`` of
     transformers.

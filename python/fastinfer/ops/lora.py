@@ -46,7 +46,7 @@ def add_lora(
         RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also an id or a rank out of range. A GPU
             treats an id out of range like -1, and a rank out of range like the nearest in range.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685; many adapters in one batch: Punica, Chen et al.,
     2023, https://arxiv.org/abs/2310.18547.

@@ -15,9 +15,9 @@ processes the rows, is sorted by expert.
 torch.Size([3, 64])
 
 All shapes follow from the shapes of the arguments, and nothing is copied back to the host, so calls can be recorded as
-a graph. On the CPU a token's result is bitwise the same in any batch. On a GPU (not yet run on a GPU) it depends on the
-token tile, which the size of the batch determines (8, 32 or 128 tokens, chosen for rows evenly spread over the
-experts), but not on the other tokens; under :func:`fastinfer.ops.batch_invariant` it depends only on the token.
+a graph. On the CPU a token's result is bitwise the same in any batch. On a GPU it depends on the token tile, which the
+size of the batch determines (8, 32 or 128 tokens, chosen for rows evenly spread over the experts), but not on the other
+tokens; under :func:`fastinfer.ops.batch_invariant` it depends only on the token.
 """
 
 from typing import NamedTuple
@@ -83,7 +83,7 @@ def route_experts(
     Raises:
         RuntimeError: a shape, dtype or stride does not fit; there are too many experts, or ``top_k`` is out of range.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; the softmax before the choice: Fedus et al., 2021,
     https://arxiv.org/abs/2101.03961; sigmoids, bias and groups: DeepSeek-V3, https://arxiv.org/abs/2412.19437.
@@ -134,7 +134,7 @@ def head_rows(positions: Tensor, heads: int) -> HeadRows:
     Raises:
         RuntimeError: the dtype does not fit, or there are too many heads or rows.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: the products per head of multi-head latent attention: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
 
@@ -179,7 +179,7 @@ def grouped_gemm(
         RuntimeError: a shape, dtype, device or stride does not fit; ``activation`` is unknown; on the CPU also if a row
             index is out of range or ``expert_start`` decreases.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
 
@@ -228,7 +228,7 @@ def grouped_int8_gemm(
     Raises:
         RuntimeError: the same as :func:`grouped_gemm`.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
 
@@ -374,7 +374,7 @@ def grouped_int4_gemm(
     Raises:
         RuntimeError: the same as :func:`grouped_gemm`.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
 
@@ -424,7 +424,7 @@ def grouped_lut_gemm(
     Raises:
         RuntimeError: the same as :func:`grouped_gemm`; the table has other numbers than ``activation_bits`` allows.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
 
@@ -471,7 +471,7 @@ def combine_experts(
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538.
 

@@ -30,7 +30,7 @@ def rms_norm(
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
 
@@ -65,7 +65,7 @@ def add_rms_norm(
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
 
@@ -100,7 +100,7 @@ def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467; Dettmers et al., 2022,
     https://arxiv.org/abs/2208.07339, section 3.1.
@@ -134,7 +134,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, ou
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
 

@@ -41,7 +41,7 @@ def int4_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
         RuntimeError: a shape, dtype or stride does not fit; on the CPU also if a value is above 15 (a GPU uses its
             lower four bits).
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: the project's own layout, csrc/quant/pack.h.
 
@@ -124,7 +124,7 @@ def int8_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
     Raises:
         RuntimeError: a shape, dtype or stride does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: the project's own layout, csrc/quant/pack.h.
 
@@ -274,7 +274,7 @@ def int4_dequantize(
     Raises:
         RuntimeError: a shape, dtype or device does not fit; on the CPU also an index out of range.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: inverse of :func:`int4_pack`.
 
@@ -311,7 +311,7 @@ def int8_dequantize(
     Raises:
         RuntimeError: the same as :func:`int4_dequantize`.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: inverse of :func:`int8_pack`.
 

@@ -32,7 +32,7 @@ def all_gather(x: Tensor, group: Tensor, rank: int, widths: Sequence[int], *, ou
         RuntimeError: a shape, dtype or stride does not fit; a rank did not arrive in time, makes another call, or has
             ended.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA (not yet run on several GPUs).
 
     Source: the collective of MPI and NCCL, along columns; https://www.mpi-forum.org/docs/.
 
@@ -68,7 +68,7 @@ def all_gather_rows(
     Raises:
         RuntimeError: as for :func:`all_gather`.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA (not yet run on several GPUs).
 
     Source: the embedding of Megatron-LM (https://arxiv.org/abs/1909.08053), with copies in place of sums with zeros.
 
@@ -99,7 +99,7 @@ def all_reduce(x: Tensor, group: Tensor, rank: int, *, out: Tensor | None = None
     Raises:
         RuntimeError: as for :func:`all_gather`.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA (not yet run on several GPUs).
 
     Source: the collective of MPI and NCCL, https://www.mpi-forum.org/docs/. Every rank reads the parts of all others
     and adds them up itself (the "one-shot" form).
@@ -143,7 +143,7 @@ def all_reduce_add_rms_norm(
     Raises:
         RuntimeError: as for :func:`all_reduce`.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA (not yet run on several GPUs).
 
     Source: the fused kernel of TensorRT-LLM and FlashInfer for tensor parallelism; one launch in place of two.
 
@@ -174,7 +174,7 @@ def local_ids(ids: Tensor, start: int, end: int, *, out: Tensor | None = None) -
     Raises:
         RuntimeError: a shape, dtype or stride does not fit, or the range is empty.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: as for :func:`all_gather_rows`, whose input is looked up by these ids.
 

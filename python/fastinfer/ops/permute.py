@@ -19,7 +19,7 @@ def permute_columns(x: Tensor, permutation: Tensor, *, out: Tensor | None = None
     Raises:
         RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also an index outside the columns.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: GPTQ's activation order, ``--act-order`` of https://github.com/IST-DASLab/gptq.
 

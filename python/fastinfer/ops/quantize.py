@@ -21,7 +21,7 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         RuntimeError: a dtype or stride does not fit.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 3.1.
 

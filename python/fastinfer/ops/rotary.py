@@ -186,7 +186,7 @@ def rotary_embedding(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Ten
     Raises:
         RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also a position outside the table.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
 
@@ -238,7 +238,7 @@ def norm_rotary_store(
     Raises:
         RuntimeError: the same as :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: QK-norm: Henry et al., 2020, https://arxiv.org/abs/2010.04245; for the other steps see
     :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
@@ -319,7 +319,7 @@ def latent_rotary_store(
             has none; on the CPU also a position outside the table or a slot outside the cache. On CUDA such a token is
             not rotated, or not stored.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434; factors of queries: Llama 4's attention in transformers.
 

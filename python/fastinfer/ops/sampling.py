@@ -97,7 +97,7 @@ def sample(
             a row has -1 and NaN in all its results, a parameter out of range acts like the nearest in range, a NaN
             parameter like 0 or off, and biases of tokens out of range and biases of +inf or NaN are ignored.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: top_p: Holtzman et al., 2019, https://arxiv.org/abs/1904.09751; min_p: Nguyen et al., 2024,
     https://arxiv.org/abs/2407.01082; Philox: Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405; noise

@@ -29,7 +29,7 @@ def store_page_bounds(bounds: Tensor, k_cache: Tensor, k_scale: Tensor | None, s
         RuntimeError: a shape, dtype, device or on CUDA the ``head_dim`` does not fit; scales are missing, or passed
             for a cache that has none; on the CPU also a slot outside the cache, which CUDA skips.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774.
 
@@ -86,7 +86,7 @@ def select_pages(
         RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit; ``num_pages`` is less than 4; on the
             CPU also lengths that contradict each other, and blocks outside the cache.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774, without the sum over query heads.
 

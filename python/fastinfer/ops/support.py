@@ -16,7 +16,8 @@ CUDA_HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 CUDA_LATENT_HEAD_DIMS = (320, 576)  # of keys whose first elements are the values
 
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
-NOT_YET_RUN = {"cuda": "not yet run on a GPU"}
+EXCHANGES = ("all_gather", "all_gather_rows", "all_reduce", "all_reduce_add_rms_norm")
+NOT_YET_RUN = "not yet run on several GPUs"  # but between streams of one
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def supported(
     Raises:
         ValueError: the operator or device is unknown, or the operator does not have a property that is passed.
 
-    Devices: describes CPU and CUDA (not yet run on a GPU), computes on neither.
+    Devices: describes CPU and CUDA, computes on neither.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.supported("paged_attention", device="cpu", dtype=torch.float32, head_dim=72)
@@ -218,10 +219,9 @@ def _values(support: Support, name: str, first: torch.dtype) -> range | tuple[ob
 
 
 def devices(op: str) -> str:
-    """Return the devices of an operator, as in its docstring: ``"CPU, CUDA (not yet run on a GPU)"``."""
-    on = [device for device, support in TABLE[op].items() if support.dtype]
-    notes = {device: f" ({NOT_YET_RUN[device]})" if device in NOT_YET_RUN else "" for device in on}
-    return ", ".join(DEVICES[device] + note for device, note in notes.items())
+    """Return the devices of an operator, as in its docstring: ``"CPU, CUDA"``."""
+    on = ", ".join(DEVICES[device] for device, support in TABLE[op].items() if support.dtype)
+    return f"{on} ({NOT_YET_RUN})" if op in EXCHANGES else on
 
 
 def cell(op: str, device: str) -> str:
@@ -256,8 +256,8 @@ def markdown() -> str:
                 _integers(support.activation_bits),
             ]
             rows.append([f"`{op}`", ", ".join(names), *columns])
-    notes = [f"{DEVICES[device]}: {note}." for device, note in NOT_YET_RUN.items()]
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *notes])
+    note = f"{', '.join(f'`{op}`' for op in EXCHANGES)}: {NOT_YET_RUN}."
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", note])
 
 
 def _dtypes(dtypes: tuple[torch.dtype | str, ...] | None, uint8: str = "uint8") -> str:

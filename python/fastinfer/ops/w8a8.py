@@ -46,7 +46,7 @@ def w8a8_gemm(
         RuntimeError: a shape, dtype, device or stride does not fit; ``scales`` has more than one group; ``activation``
             is unknown or is combined with a ``residual``.
 
-    Devices: CPU, CUDA (not yet run on a GPU).
+    Devices: CPU, CUDA.
 
     Source: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 3.1.
 

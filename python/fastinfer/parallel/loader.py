@@ -84,12 +84,18 @@ class ShardedReader(LayerReader):
         self._group = group
 
     def weight(
-        self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None, activation_bits: int | None = None
+        self,
+        names: tuple[str, ...],
+        unpacked: Unpacked,
+        bias: Tensor | None,
+        activation_bits: int | None = None,
+        factor: float = 1.0,
     ) -> Weight:
         if self._division.has_whole_states and names[0].endswith(".in_proj") and activation_bits is None:
             return self._whole_output(unpacked, bias)
         is_sum, name = has_columns(self._division, names[0]), names[0]
-        local = super().weight(names, unpacked, None if is_sum and self._group.rank else bias, activation_bits)
+        own_bias = None if is_sum and self._group.rank else bias
+        local = super().weight(names, unpacked, own_bias, activation_bits, factor)
         if is_sum:  # that of a shared expert is a part of the sum over experts
             return local if ".shared_expert." in name else ReducedOutput(local, Reduction(self._group))
         if name.rpartition(".")[2] not in OUTPUTS:

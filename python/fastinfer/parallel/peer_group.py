@@ -1,4 +1,4 @@
-"""GPUs of one machine that address each other's memory; not yet run on a GPU."""
+"""GPUs of one machine that address each other's memory; not yet run on several GPUs."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from fastinfer.parallel.group import DEADLINE, SLOT_BYTES, Group, Team
 
 # Room for the handle of a rank's memory, which ranks exchange like activations.
 HANDLE_BYTES = 4096
-MAX_PEERS = 8
 TABLE_BYTES = len(_C.peer_table([0], _C.peer_memory_bytes(SLOT_BYTES), DEADLINE, 0, None))
 
 

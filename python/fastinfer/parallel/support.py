@@ -5,11 +5,11 @@ from itertools import permutations
 
 import torch
 
+from fastinfer import _C
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.image_encoder import FAMILIES
 from fastinfer.parallel.division import Division, Layout
-from fastinfer.parallel.peer_group import MAX_PEERS
 
 
 def check_divisible(checkpoint: Checkpoint, size: int, layout: Layout = "gather") -> None:
@@ -40,8 +40,8 @@ def check_gpus(devices: Sequence[str]) -> None:
         RequestError: this is not so, or there are more ranks than an exchange may have.
     """
     numbers, count = [torch.device(device).index for device in devices], torch.cuda.device_count()
-    if len(devices) > MAX_PEERS:
-        raise RequestError(f"tensor_parallel_size must be at most {MAX_PEERS} on GPUs, got {len(devices)}")
+    if len(devices) > _C.MAX_PEERS:
+        raise RequestError(f"tensor_parallel_size must be at most {_C.MAX_PEERS} on GPUs, got {len(devices)}")
     if numbers[-1] >= count:
         raise RequestError(
             f"tensor_parallel_size={len(devices)} needs the GPUs {devices[0]} to {devices[-1]}, got {count} in all"

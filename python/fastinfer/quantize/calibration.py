@@ -41,6 +41,7 @@ class CalibratedWeight(Weight):
         bias: [out_features] fp32.
         quantize: function of this weight and its input statistics, or ``None``, that sets ``result`` and perhaps
             ``input_scales``.
+        factor: factor of the weight in its products.
         result: the quantised weight, for inputs divided by ``input_scales`` if they are set.
         input_scales: [in_features] fp32.
         error: mean squared error of the output, relative to the output's mean square; without inputs that of the
@@ -51,6 +52,7 @@ class CalibratedWeight(Weight):
     values: Tensor
     bias: Tensor | None
     quantize: "Quantize"
+    factor: float = 1.0
     result: Unpacked | None = None
     input_scales: Tensor | None = None
     error: float = 0.0
@@ -67,6 +69,7 @@ class CalibratedWeight(Weight):
             self._effective = self._quantized(statistics)
             change = self._effective - self.values
             self.error = statistics.output_error(change) / max(statistics.output_error(self.values.clone()), 1e-30)
+            self._effective *= self.factor
         return ops.gemm(x, self._effective, bias=self.bias, **options)
 
     def quantize_without_inputs(self) -> None:
@@ -119,9 +122,14 @@ class _CalibratedReader(LayerReader):
         self.waiting: list[CalibratedWeight] = []
 
     def weight(
-        self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None, activation_bits: int | None = None
+        self,
+        names: tuple[str, ...],
+        unpacked: Unpacked,
+        bias: Tensor | None,
+        activation_bits: int | None = None,
+        factor: float = 1.0,
     ) -> CalibratedWeight:
-        weight = CalibratedWeight(names, unpacked.dequantize().contiguous(), bias, self._quantize)
+        weight = CalibratedWeight(names, unpacked.dequantize().contiguous(), bias, self._quantize, factor)
         self.waiting.append(weight)
         return weight
 
@@ -157,6 +165,7 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
         x = ops.embedding(positions, batch.positions, x)
     make_inputs = loader.per_layer_inputs()
     inputs = None if make_inputs is None else make_inputs(x, batch.token_ids)
+    before = x
     for index in range(config.num_layers):
         reader.waiting.clear()
         layer, source = loader.layer(index), config.kv_layer(index)
@@ -167,7 +176,9 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
             cache = _cache(config, index, blocks)
             if source in config.kv_layers[index + 1 :]:
                 caches[source] = cache
-        x = layer(x, batch, cache, plan, None, None if inputs is None else inputs[:, index])
+        if not layer.shares_input:
+            before = x  # the layer's input, which the next one may share
+        x = layer(x, batch, cache, plan, None, None if inputs is None else inputs[:, index], before)
         yield list(reader.waiting)
         checkpoint.release()
 

@@ -1,4 +1,4 @@
-"""Quantisation of a folder of safetensors files into a new folder, layer by layer."""
+"""Quantisation of a folder of safetensors files, or of a GGUF file, into a new folder, layer by layer."""
 
 import re
 from collections.abc import Callable
@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.formats.gguf_shards import open_gguf
 from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.formats.unpacked import concatenate
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.quantize.calibration import CalibratedWeight, calibrate, convert
+from fastinfer.quantize.gguf_folder import folder_of_gguf
 from fastinfer.quantize.layer import QuantizedLayer, assemble, fold_target
 from fastinfer.quantize.layout import WriterSettings
 from fastinfer.quantize.methods import Method
 from fastinfer.quantize.report import Report
 from fastinfer.quantize.statistics import InputStatistics
 from fastinfer.quantize.weight import quantize_weight
-from fastinfer.quantize.writer import CheckpointWriter
+from fastinfer.quantize.writer import SHARD_BYTES, CheckpointWriter
+from fastinfer.utils.checks import check_new_folder
 
 # File format of each method's result. GPTQ's layout stores zero points in a form that every reader accepts.
 FORMATS = {
@@ -44,7 +47,8 @@ def quantize_checkpoint(
     """Write a quantised copy of a model. The embedding and the output projection are not quantised.
 
     Args:
-        source: folder of safetensors files that are not quantised.
+        source: folder of safetensors files that are not quantised, or a GGUF file with weights in F32, F16, BF16 or
+            Q8_0. Of the latter a folder is made first, beside ``out``, and removed at the end.
         out: folder to write, new or empty.
         method: the method and its numbers.
         texts: token ids of the calibration texts, all of them in memory at once; none for a method that needs none,
@@ -55,20 +59,24 @@ def quantize_checkpoint(
         The error of each layer and the sizes of the files.
 
     Raises:
-        UnsupportedModelError: the model is quantised already, has transposed matrices, or attention beside Mamba-2.
+        UnsupportedModelError: the model is quantised already or has transposed matrices, or the GGUF file's
+            architecture is not among those that can be quantised.
         RequestError: the method does not fit the sizes of the model, or needs calibration texts; or the folder is not
             empty.
     """
+    if not source.is_dir():
+        check_new_folder("out", out)
+        file = open_gguf(source)
+        with folder_of_gguf(file, out, SHARD_BYTES) as folder:
+            report = quantize_checkpoint(folder, out, method, texts, progress)
+        report.bytes_before = sum(path.stat().st_size for path in file.files)
+        return report
     checkpoint = HFCheckpoint(source)
     config = checkpoint.config
     if checkpoint.is_quantized:
         raise UnsupportedModelError(f"{source}: the model is quantised already; start from its original weights")
     if checkpoint.is_transposed:
         raise UnsupportedModelError(f"{source}: the formats cannot hold {config.architecture}'s transposed matrices")
-    if config.has_parallel_layers:
-        raise UnsupportedModelError(
-            f"{source}: {config.architecture} cannot be quantised: it has attention beside Mamba-2"
-        )
     if method.needs_inputs and not texts:
         raise RequestError(f"{method.name} needs a calibration text")
     method.check(config)

@@ -41,7 +41,8 @@ def fold_target(name: str, config: ModelConfig) -> str | None:
     first = part == "q_proj" or (part == "in_proj" and isinstance(config.states, ShortConvConfig))
     if first or part == "gate_proj" or (part == "up_proj" and not config.gated):
         # No norm, or one for both; the projections of latent attention are two weights with one norm.
-        if not config.pre_norms or config.parallel or (first and config.latent_attention is not None):
+        is_shared = config.latent_attention is not None or config.has_parallel_layers
+        if not config.pre_norms or config.parallel or (first and is_shared):
             return None
         return f"{layer}.{'attention_norm' if first else 'mlp_norm'}"
     if part == "down_proj" and config.gated:

@@ -35,7 +35,7 @@ COPIED = (
     "merges*",
     "*.model",
 )
-COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".gguf")
 
 
 class CheckpointWriter:

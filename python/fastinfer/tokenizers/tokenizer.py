@@ -12,6 +12,9 @@ from fastinfer.tokenizers import gguf_tokenizer, hf_tokenizer
 from fastinfer.tokenizers.vocabulary import Vocabulary
 from fastinfer.utils.checks import show
 
+# File of a folder that has the metadata of a GGUF file.
+GGUF_TOKENIZER = "tokenizer.gguf"
+
 _BEFORE = "\x02"  # a character that no token combines with the text behind it
 
 
@@ -61,12 +64,16 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """Build the tokenizer of a Hugging Face folder from its ``tokenizer.json``; no code of the folder is run.
 
-        Special tokens and the chat template come from the other JSON files of the folder.
+        Special tokens and the chat template come from the other JSON files of the folder. A folder that was quantised
+        from a GGUF file has that file's tokenizer in ``tokenizer.gguf``, which is read if there is no
+        ``tokenizer.json``.
 
         Raises:
-            CheckpointFormatError: a file is missing or malformed.
+            CheckpointFormatError, GGUFFormatError: a file is missing or malformed.
             UnsupportedModelError: the tokenizer's decoder is not implemented.
         """
+        if not (folder / "tokenizer.json").exists() and (folder / GGUF_TOKENIZER).exists():
+            return cls.from_gguf(GGUFFile(folder / GGUF_TOKENIZER))
         return cls(*hf_tokenizer.read_tokenizer(folder))
 
     def pad(self, num_ids: int) -> None:

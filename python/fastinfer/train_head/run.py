@@ -14,7 +14,7 @@ from fastinfer.errors import RequestError
 from fastinfer.evaluation.recording import MAX_SEQS
 from fastinfer.models import load_model, open_checkpoint
 from fastinfer.models.decoder import Decoder
-from fastinfer.models.draft_head import usual_aux_layers
+from fastinfer.models.eagle_head import usual_aux_layers
 from fastinfer.train_head.head import TrainableHead
 from fastinfer.train_head.initial import head_sizes, initial_weights
 from fastinfer.train_head.prompts import read_prompts

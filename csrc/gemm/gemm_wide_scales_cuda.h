@@ -1,0 +1,71 @@
+// The scales and mins of a packed weight in the GPU's matrix product for more than 64 tokens
+// (gemm/gemm_wide_kernel_cuda.h): its fragments become scale * q + min in 16 bits.
+#pragma once
+
+#include "common/cuda/ptx.h"
+#include "gemm/dense_weight_cuda.h"
+#include "gemm/gemm.h"
+
+namespace fastinfer::cuda {
+
+// Of kRowTiles row tiles, which a warp multiplies. Dense weights have none.
+template <class Weight, class T, int kRowTiles>
+class GemmWideScales {
+  using Params = typename Weight::Params;
+  static constexpr bool kDense = Weight::kFormat == WeightFormat::kDense;
+
+ public:
+  // Twice each, as a packed multiplication takes them: of rows g and g + 8 of the row tiles.
+  struct Scales {
+    uint32_t scale[kRowTiles][2], min[kRowTiles][2];
+  };
+
+  __device__ GemmWideScales(const Params& params, int first_row_tile)
+      : p(params), place(opaque(first_row_tile * params.plan.chunk_groups * kTileRows + threadIdx.x % kWarpSize / 4)) {}
+
+  // Those of a block; `chunk_scales` are in shared memory, and `first_block` is the chunk's first of all blocks.
+  __device__ Scales load(const unsigned char* chunk_scales, int first_block, int block) const {
+    Scales s{};
+    if constexpr (!kDense) {
+      int group = 0;  // in the stage
+      if (p.plan.chunk_groups > 1) group = p.weight.group_of(first_block + block) - p.weight.group_of(first_block);
+      load_rows(chunk_scales, group, s.scale);
+      if (p.weight.mins != nullptr) load_rows(chunk_scales + p.plan.chunk_groups * kScaleBytes, group, s.min);
+    }
+    return s;
+  }
+
+  // Scales the exact fragments of the r-th row tile.
+  __device__ static void apply(Fragments& f, const Scales& s, int r) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      f.a[i / 4][i % 4] = fma2<T>(f.a[i / 4][i % 4], s.scale[r][i % 2], s.min[r][i % 2]);
+    }
+  }
+
+ private:
+  const Params& p;
+  const unsigned place;  // of this lane's first scale in a stage's, an index
+
+  __device__ void load_rows(const unsigned char* scales, int group, uint32_t (&to)[kRowTiles][2]) const {
+    const int stride = p.plan.chunk_groups * kTileRows;
+    const unsigned first = place + group * kTileRows;
+    const auto load = [&]<class S>(const S* from) {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float scale = to_float(from[first + r * stride + i * 8]);
+          to[r][i] = pack2<T>(scale, scale);
+        }
+      }
+    };
+    if (p.weight.scale_dtype == DType::kFloat16) {
+      load(reinterpret_cast<const __half*>(scales));
+    } else {
+      load(reinterpret_cast<const float*>(scales));
+    }
+  }
+};
+
+}  // namespace fastinfer::cuda
