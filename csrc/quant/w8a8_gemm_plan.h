@@ -48,13 +48,15 @@ constexpr W8a8Tile w8a8_tile(int tokens) {
 
 // `batch_invariant`: one tile for any number of tokens. (Sums are exact, however they are cut; the compiler alone
 // would keep the rounding of the scales equal in several.)
-constexpr int w8a8_tile_tokens(int64_t m, const Device& device, bool batch_invariant) {
+constexpr int w8a8_tile_tokens(int64_t m, int64_t row_units, const Device& device, bool batch_invariant) {
   if (batch_invariant) return 32;
   for (const int tokens : {8, 16, 32, 64, 128}) {
     if (m <= tokens) return tokens;
   }
   const auto widest = static_cast<size_t>(w8a8_tile(kWidestW8a8Tokens).shared_bytes());
-  return widest <= device.shared_bytes ? kWidestW8a8Tokens : 128;
+  // Of fewer units each would be cut in four or more, and adding up wide pieces costs what the tile saves.
+  const int64_t units = row_units * ((m + kWidestW8a8Tokens - 1) / kWidestW8a8Tokens);
+  return widest <= device.shared_bytes && units * 3 >= device.multiprocessors ? kWidestW8a8Tokens : 128;
 }
 
 struct W8a8GemmPlan {
@@ -71,7 +73,7 @@ struct W8a8GemmPlan {
 inline W8a8GemmPlan plan_w8a8_gemm(int64_t m, int64_t n, int64_t k, const Device& device,
                                    bool batch_invariant = false) {
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int tokens = w8a8_tile_tokens(m, device, batch_invariant);
+  const int tokens = w8a8_tile_tokens(m, up(n, kW8a8Rows), device, batch_invariant);
   W8a8GemmPlan plan;
   plan.tile = w8a8_tile(tokens);
   plan.token_tiles = static_cast<int>(up(m, tokens));

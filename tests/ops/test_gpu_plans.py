@@ -52,9 +52,19 @@ def test_products_that_are_cut(form: str, tokens: int, fusion: str, emulator: Em
     assert_rounded(out, reference.gemm(x, linear.dense, **options), slack)
 
 
-# Of 150 tokens three blocks have three chunks on an H100, and one has the last, which is not a whole one.
-@pytest.mark.parametrize(("tokens", "in_features"), [(5, 2048), (40, 2048), (150, 1184)])
-def test_int8_products_that_are_cut(tokens: int, in_features: int, emulator: Emulator, device: str) -> None:
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_int8_products_that_are_cut(tokens: int, emulator: Emulator, device: str) -> None:
+    check_int8_product(tokens, 2048, emulator, device)
+
+
+def test_int8_products_in_the_widest_tile(emulated_library: Path, device: str) -> None:
+    """Two units, of each of which two blocks have three chunks and one has two, the last of which is not a whole one."""
+    emulator = Emulator(emulated_library)
+    with emulator.device("small Hopper"):
+        check_int8_product(150, 928, emulator, device)
+
+
+def check_int8_product(tokens: int, in_features: int, emulator: Emulator, device: str) -> None:
     q, weight = (torch.randint(-127, 128, (rows, in_features), device=device).to(torch.int8) for rows in (tokens, 160))
     ones, scales = torch.ones(tokens, device=device), ops.pack_scales(torch.ones(160, 1, device=device))
     packed = ops.int8_pack(weight)

@@ -12,7 +12,12 @@ from torch import Tensor
 
 ORDERS = ("ascending", "descending", "random:1")
 # Architecture, multiprocessors, and the shared memory that a block may have. The small one is the emulator's own.
-DEVICES = {"small": (80, 6, 163 << 10), "A100": (80, 108, 163 << 10), "H100": (90, 132, 227 << 10)}
+DEVICES = {
+    "small": (80, 6, 163 << 10),
+    "small Hopper": (90, 6, 227 << 10),
+    "A100": (80, 108, 163 << 10),
+    "H100": (90, 132, 227 << 10),
+}
 
 
 class Emulator:
