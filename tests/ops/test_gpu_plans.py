@@ -58,7 +58,7 @@ def test_int8_products_that_are_cut(tokens: int, emulator: Emulator, device: str
 
 
 def test_int8_products_in_the_widest_tile(emulated_library: Path, device: str) -> None:
-    """Two units, of each of which two blocks have three chunks and one has two, the last of which is not a whole one."""
+    """Two units: of each, two blocks have three chunks and one has two, of which the last is not a whole one."""
     emulator = Emulator(emulated_library)
     with emulator.device("small Hopper"):
         check_int8_product(150, 928, emulator, device)
