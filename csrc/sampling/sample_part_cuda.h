@@ -155,7 +155,8 @@ class SampleParts {
 __device__ inline void SampleParts::list(SampleBlock& block, const PartQuads& own, float maximum, float lowest,
                                          int wanted, float& floor, int& count) const {
   constexpr int kPivots = 4, kRounds = 16;
-  const int enough = min(wanted, plan_.part_candidates * 3 / 4), most = min(2 * enough, plan_.part_candidates);
+  const int enough = min(wanted, max(plan_.part_candidates * 3 / 4, 1));  // 1: so that there is a round
+  const int most = min(2 * enough, plan_.part_candidates);
   // The numbers of tokens from each pivot on: 16 bits each, which a part's fit.
   const auto counts_from = [&](const float (&pivot)[kPivots], int (&counts)[kPivots]) {
     unsigned long long packed = 0;
