@@ -357,7 +357,7 @@ def test_a_loop_that_does_not_do_the_work_is_a_problem() -> None:
     known = {("copy_kernel", "90a"): Compiled("sample_kernel", 32, 0)}
     (found,) = examine_listing(LISTING, known, {gpu.name: TILES for gpu in GPUS})
     assert not found.loops
-    assert "no loop does 1 LDG.E.128, 4 MUFU.EX2" in found.problems[0]
+    assert "no loop does 8 LDG.E.128, 32 MUFU.EX2" in found.problems[0]
 
 
 # ---- the committed bounds ----
