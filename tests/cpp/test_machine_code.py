@@ -353,6 +353,15 @@ def test_examined_kernel() -> None:
     assert unknown.problems == ["new_kernel (sm_80): rounds.py has no family for it"]
 
 
+def test_a_copy_that_is_encoded_wrongly_is_a_problem() -> None:
+    given, copy = "LDG.E.128.CONSTANT R4, desc[UR4][R2.64]", "LDGSTS.E.BYPASS.128 [R7+UR0], desc[UR1][R4.64], P0"
+    assert given in LISTING
+    known = {("copy_kernel", "90a"): Compiled("new_kernel", 32, 0)}
+    for listing, problems in ((LISTING, 0), (LISTING.replace(given, copy), 1)):
+        (found,) = examine_listing(listing, known, {gpu.name: TILES for gpu in GPUS})
+        assert sum("has encoded a copy with a cache policy wrongly" in text for text in found.problems) == problems
+
+
 def test_a_loop_that_does_not_do_the_work_is_a_problem() -> None:
     known = {("copy_kernel", "90a"): Compiled("sample_kernel", 32, 0)}
     (found,) = examine_listing(LISTING, known, {gpu.name: TILES for gpu in GPUS})
