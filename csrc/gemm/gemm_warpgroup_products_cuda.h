@@ -1,16 +1,19 @@
 // The products of a chunk by wgmma (gemm/gemm_wide_kernel_cuda.h), on Hopper. Each of two warpgroups multiplies 64
-// weight rows, the M side, by all tokens, 16 inputs at a time. A chunk's products are under way until the next chunk's
-// have been prepared, so the tensor cores do not wait for the barrier between them; and the stage of a chunk is free
-// one chunk later than with mma:
+// weight rows, the M side, by all tokens, 16 inputs at a time.
+//
+// Dense weights come from shared memory as they are, as the tokens do. A chunk's products are under way until the next
+// chunk's have been issued, so the tensor cores do not wait for the barrier between them; and the stage of a chunk is
+// free one chunk later than with mma:
 //
 //   chunk              i - 1                     i                        i + 1
 //   tensor cores   |   products of i - 2 ... | products of i - 1 ...  | products of i ...
 //   warps          issue i - 1, copy, wait   issue i, copy, wait      issue i + 1, copy, wait
 //                              for i - 2                  for i - 1                  for i
 //
-// Dense weights come from shared memory as they are, as the tokens do. Packed ones become 16-bit fragments in registers
-// (gemm/gemm_warp_products_cuda.h), each warp's 16 rows, which are then exchanged between lanes: wgmma takes the inputs
-// of the tokens in their order, and with them those of the weight.
+// Packed weights become 16-bit fragments in registers (gemm/gemm_warp_products_cuda.h), each warp's 16 rows, which are
+// then exchanged between lanes: wgmma takes the inputs of the tokens in their order, and with them those of the weight.
+// The products are waited for at once: ptxas 13.0 gives the registers of fragments away while products read them. One
+// warpgroup makes fragments while the other one's products are under way.
 #pragma once
 
 #include "common/cuda/wgmma.h"
@@ -29,7 +32,7 @@ class GemmWarpgroupProducts {
  public:
   using Epilogue = GemmEpilogue<T, kTokens, kGemmRowTiles, 1, 1, kGrouped, kTokens / 8 / 4>;
   static_assert(Epilogue::kSharedBytes <= Shape::kStage.scales);  // the sums leave through a stage
-  static constexpr int kFreedBehind = 2;
+  static constexpr int kFreedBehind = Shape::kDense ? 2 : 1;
   static_assert(Shape::kStage.x % 1024 == 0);  // as are stages
 
   typename Epilogue::Sums sums;
@@ -98,6 +101,7 @@ class GemmWarpgroupProducts {
 
   template <class StartCopy>
   __device__ void add_packed(const unsigned char* stage, int chunk, StartCopy&& start_copy) {
+    start_copy();
     const uint64_t x = wgmma_matrix(stage + Shape::kStage.x);
     uint32_t a[kSteps][4];
 #pragma unroll
@@ -107,14 +111,13 @@ class GemmWarpgroupProducts {
       to_order_of_inputs(f.a[0], a[block * 2]);
       to_order_of_inputs(f.a[1], a[block * 2 + 1]);
     }
-    wgmma_wait<0>();  // for the chunk before
     wgmma_fence(a);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       wgmma<T, kTokens, false>(registers(), a[i], x + i * kStepInputs * 2 / 16);
     }
     wgmma_commit();
-    start_copy();
+    wgmma_wait<0>();
   }
 
   // With pairs of inputs numbered 0 .. 7, lane t of four has pairs 2t and 2t + 1 of a row in a[0] and a[2], and needs t
