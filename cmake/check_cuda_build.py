@@ -1,9 +1,9 @@
 """What the compiler made of the CUDA kernels: ``python cmake/check_cuda_build.py [BUILD_FOLDER]`` after ``make cuda``.
 
 Prints a table of every kernel and architecture, and fails where the compiler warned, registers were spilled, a matrix
-product does without tensor cores, or a kernel that moves data never moves 16 bytes at once. Registers and spills come
-from ptxas's own statistics (cmake/compile_log.py keeps them), instructions from the machine code, which needs cuobjdump
-and nvdisasm (the extra "cuda", or a toolkit).
+product does without tensor cores or loses its operands too early, or a kernel that moves data never moves 16 bytes at
+once. Registers and spills come from ptxas's own statistics (cmake/compile_log.py keeps them), instructions from the
+machine code, which needs cuobjdump and nvdisasm (the extra "cuda", or a toolkit).
 
 A second table has the upper bound of each main loop's speed (cmake/machine_code). It fails where a bound is more than
 2 % below the committed one, or has none; ``--update`` commits what it finds, and docs/update_bounds.py then updates
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 
 # Kernels that may spill, by the start of their short name: the most bytes of stores and loads, and the reason.
 SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
-    "paged_attention_kernel": (176, "32 rows of sums and logits fill the registers"),
+    "paged_attention_kernel": (208, "32 rows of sums and logits fill the registers"),
     "gemm_kernel<GemmKernel<": (36, "two blocks share a multiprocessor's registers"),
     "all_reduce_add_rms_norm_kernel": (24, "loads of four vectors from eight ranks are under way"),
 }

@@ -12,6 +12,7 @@ from machine_code.cost import Cost, cost_of
 from machine_code.disassembly import Disassembler
 from machine_code.gpus import GPUS
 from machine_code.listing import Function, read_functions
+from machine_code.operands import overwritten_operands
 from machine_code.rounds import Round, rounds_of
 from machine_code.tiles import Tiles
 from machine_code.walk import Work, cheapest_walk
@@ -79,6 +80,11 @@ def examine_function(function: Function, compiled: Compiled, tiles: dict[str, Ti
         i.opcode.startswith("LDGSTS") and MISENCODED.search(i.operands) for i in function.code
     ):
         examined.problems.append(f"{where}: ptxas has encoded a copy with a cache policy wrongly")
+    for product, writer in overwritten_operands(function.code):
+        examined.problems.append(
+            f"{where}: {writer.opcode} at 0x{writer.address:x} overwrites operands of the product at "
+            f"0x{product.address:x} before it is waited for"
+        )
     gpus = [gpu for gpu in GPUS if gpu.arch == function.arch]
     if not gpus:
         return examined

