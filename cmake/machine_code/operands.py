@@ -11,6 +11,8 @@ FRAGMENTS = re.compile(r"R\d+, R(\d+), gdesc")
 WAIT = "WARPGROUP.DEPBAR"
 # Their first operand is a register that they read.
 READERS = ("BRX", "JMX", "RET", "BAR", "WARPSYNC", "NANOSLEEP", "R2B")
+# Registers of a result, at most.
+WIDTHS = [(r"\.128|^LDSM.*\.4|^[HI]MMA", 4), (r"\.64|WIDE|^D[A-Z]|^CS2R(?!\.32)|^LDSM.*\.2", 2), ("", 1)]
 MOST_GROUPS = 8
 
 
@@ -58,5 +60,4 @@ def written(instruction: Instruction) -> set[int]:
     if match is None or instruction.opcode.startswith(READERS):
         return set()
     opcode = instruction.opcode
-    count = 4 if ".128" in opcode else 2 if ".64" in opcode or "WIDE" in opcode or opcode.startswith("D") else 1
-    return set(range(int(match[1]), int(match[1]) + count))
+    return set(range(int(match[1]), int(match[1]) + next(n for pattern, n in WIDTHS if re.search(pattern, opcode))))

@@ -121,6 +121,9 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x"
         (f"{PRODUCT}\nMOV R12, RZ\n{WAIT}0\nMOV R8, RZ\nEXIT", False),
         (f"{PRODUCT}\nMOV R11, RZ\n{WAIT}0\nEXIT", True),
         (f"{PRODUCT}\nLDS.128 R8, [R2]\n{WAIT}0\nEXIT", True),
+        (f"{PRODUCT}\nCS2R R6, SRZ\n{WAIT}0\nEXIT", False),
+        (f"{PRODUCT}\nCS2R R10, SRZ\n{WAIT}0\nEXIT", True),
+        (f"{PRODUCT}\nLDSM.16.M88.4 R5, [R2]\n{WAIT}0\nEXIT", True),
         (f"{PRODUCT}\nSHFL.IDX PT, R9, R2, R3, 0x1c1f\n{WAIT}0\nEXIT", True),
         (f"{PRODUCT}\nSTS.128 [R8], R8\n{WAIT}0\nEXIT", False),
         # One group may still be under way, which is the product's own until another one follows.

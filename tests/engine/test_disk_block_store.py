@@ -35,7 +35,7 @@ def payload(number: int) -> Tensor:
 
 
 def make(folder: Path, max_bytes: int = 10**6, model: int = 1) -> DiskBlockStore:
-    return DiskBlockStore(folder, bytes([model]) * 32, max_bytes, BLOCK_BYTES)
+    return DiskBlockStore(folder, bytes([model]) * 32, max_bytes)
 
 
 def fill(store: DiskBlockStore, count: int) -> None:

@@ -17,6 +17,8 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import kv_cache_size
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import choose_kv_cache_size
+from fastinfer.engine.prefix_hash import BlockContent
+from fastinfer.engine.state_manager import StateManager
 from fastinfer.errors import RequestError
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
@@ -357,3 +359,17 @@ def test_what_the_store_has_lost_is_computed_again(
 def test_a_draft_model_with_states_is_refused() -> None:
     with pytest.raises(RequestError, match="the draft model must have full attention in all layers"):
         toy_engine(draft_model=StateToy(), model=ToyModel(), num_speculative_tokens=2)
+
+
+def test_a_snapshot_that_could_not_be_written_is_not_found() -> None:
+    content = BlockContent(bytes(32), bytes(16))
+    states = StateManager(2, 4, enable_prefix_caching=True)
+
+    def write(slot: int) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        states.add_snapshot(content, write)
+    assert not states.has_snapshot(content)
+    states.add_snapshot(content, lambda slot: None)
+    assert states.has_snapshot(content)

@@ -181,7 +181,7 @@ def test_states_beyond_the_cache(
             for prompt, output in list(zip(prompts, expected, strict=True))[::order]:
                 ours = parts.generate(prompt, params)[0].outputs[0]
                 assert (ours.token_ids, ours.logprobs) == (output.token_ids, output.logprobs)
-        parts.engine.offloading.disk.flush()
+            parts.engine.offloading.disk.flush()
         stats = parts.engine.stats()
         # Of 61 tokens the last 5 are computed again.
         num_computed = [61 * 6 + 5 * 6, 5 * 12][again]

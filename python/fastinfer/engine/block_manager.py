@@ -486,9 +486,7 @@ class BlockManager:
                 return count
             if (data := self._offloading.states.find(content)) is not None:
                 self.states.free(sequence)  # a slot is available then
-                slot = self.states.add_snapshot(content)
-                self._offloading.save()  # the slot may hold what is to be stored
-                self._offloading.states.write(slot, data)
+                self.states.add_snapshot(content, partial(self._offloading.restore_snapshot, data))
                 return count
         return first
 

@@ -155,7 +155,7 @@ def make_offloading(config: EngineConfig, workers: List[Worker], fingerprint: st
         if not fingerprint:
             raise RequestError("kv_offloading_dir needs the fingerprint of the models, got none")
         size = _store_bytes("kv_offloading_dir_size", config.kv_offloading_dir_size, block_bytes)
-        disk = DiskBlockStore(Path(config.kv_offloading_dir), bytes.fromhex(fingerprint), size, block_bytes)
+        disk = DiskBlockStore(Path(config.kv_offloading_dir), bytes.fromhex(fingerprint), size)
     return KVOffloading(list(workers), host, disk, max(1, config.max_num_batched_tokens // config.block_size))
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import tempfile
+import threading
 import time
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -75,7 +76,6 @@ class DiskBlockStore(BlockStore):
         folder: folder of the files of all models; it is created if it does not exist.
         fingerprint: 32 bytes that stand for everything on which a block's bytes depend beside its content.
         max_bytes: largest size of all files in bytes.
-        largest_bytes: size of the largest block in bytes.
 
     Attributes:
         num_damaged: files that were not what their name says, since the start.
@@ -86,13 +86,12 @@ class DiskBlockStore(BlockStore):
         RequestError: the folder cannot be created or written to.
     """
 
-    def __init__(self, folder: Path, fingerprint: bytes, max_bytes: int, largest_bytes: int) -> None:
+    def __init__(self, folder: Path, fingerprint: bytes, max_bytes: int) -> None:
         super().__init__()
         self._root = folder.absolute()  # files are written later, when the process may be in another folder
         self._folder = self._root / fingerprint.hex()
         self._fingerprint = fingerprint
         self._max_bytes = max_bytes
-        self._max_queued = max(1, MAX_QUEUED_BYTES // largest_bytes)
         self._room = 0  # bytes that may be written before the folder is scanned again
         self._record = torch.empty(0, dtype=torch.uint8)  # the file that was read last
         self._reported: set[str] = set()
@@ -106,6 +105,8 @@ class DiskBlockStore(BlockStore):
     def renew_after_fork(self) -> None:
         """Begin with an empty queue and no thread, as in a forked process, which has none of its parent's threads."""
         self._queued: dict[bytes, Future[None]] = {}
+        self._queued_bytes = 0
+        self._queue_lock = threading.Lock()  # blocks leave the queue in the writer's thread
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fastinfer-kv-writer")
 
     def flush(self) -> None:
@@ -122,11 +123,19 @@ class DiskBlockStore(BlockStore):
         return True
 
     def put(self, content: BlockContent, data: HostCopy) -> None:
-        if len(self._queued) >= self._max_queued:
-            self.num_dropped += 1
-            return
-        self._queued[content.key] = future = self._writer.submit(self._write, content, data)
-        future.add_done_callback(lambda _: self._queued.pop(content.key, None))
+        num_bytes = data.num_bytes
+        with self._queue_lock:
+            if self._queued and self._queued_bytes + num_bytes > MAX_QUEUED_BYTES:
+                self.num_dropped += 1
+                return
+            self._queued_bytes += num_bytes
+            self._queued[content.key] = future = self._writer.submit(self._write, content, data)
+        future.add_done_callback(lambda _: self._leave_queue(content, num_bytes))
+
+    def _leave_queue(self, content: BlockContent, num_bytes: int) -> None:
+        with self._queue_lock:
+            self._queued.pop(content.key, None)
+            self._queued_bytes -= num_bytes
 
     def get(self, content: BlockContent, num_bytes: int) -> Tensor | None:
         path = self._path(content)

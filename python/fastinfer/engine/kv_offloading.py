@@ -111,6 +111,11 @@ class KVOffloading:
         for worker, part in zip(self._workers, data.split(self._block_sizes), strict=True):
             worker.write_part(CachePart.BLOCK, block, part)
 
+    def restore_snapshot(self, data: Tensor, slot: int) -> None:
+        """Write a snapshot from a store to a slot, which may hold what is to be stored before."""
+        self.save()
+        self.states.write(slot, data)
+
     def _read_states(self, slot: int) -> Tensor:
         return self._workers[0].read_part(CachePart.STATES, slot)
 

@@ -68,12 +68,17 @@ class StateManager:
         """Return whether there is a snapshot at the end of the block with this content."""
         return self.pool.find(content) is not None
 
-    def add_snapshot(self, content: BlockContent) -> int:
-        """Add a snapshot to the prefix cache, and return the slot to write it to; a slot must be available."""
+    def add_snapshot(self, content: BlockContent, write: Callable[[int], None]) -> None:
+        """Add a snapshot to the prefix cache; a slot must be available.
+
+        Args:
+            content: content of the block at whose end the snapshot is.
+            write: function that writes the snapshot to a slot. If it raises an error, nothing is added.
+        """
         slot = self._take()
+        write(slot)
         self.pool.publish(slot, content)
         self.pool.remove_holder(slot)
-        return slot
 
     def admit(self, sequence: Sequence, prefix: BlockContent | None, num_shared_tokens: int) -> None:
         """Give a waiting sequence the states of its prefix and a slot for the next ones; one must be available.
