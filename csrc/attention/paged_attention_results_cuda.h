@@ -48,7 +48,7 @@ struct WorkspaceResults {
   }
 };
 
-// Merges `parts` results of each row, of which part_row(part, row) is the row in `results(part)`, and passes each to
+// Merges `parts` results of each row, of which row + part * part_rows is the row in `results(part)`, and passes each to
 // store, eight columns at a time. A thread has kAtOnce such pieces at a time, whose loads do not wait for each other.
 template <int kHeadDim, int kAtOnce, class Results, class Store>
 __device__ void merge(int rows, int parts, int part_rows, const Results& results, const Store& store) {

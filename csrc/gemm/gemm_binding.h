@@ -41,7 +41,7 @@ struct GemmScratch {
 };
 
 // Prepares a product on a GPU: checks what its kernels require, plans the launch, allocates the workspace, and runs the
-// norm first if it cannot be fused. `group`: inputs that share a scale.
+// norm by a kernel before it. `group`: inputs that share a scale.
 void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat format, int64_t group,
                  GemmParams& params, GemmScratch& scratch);
 

@@ -84,7 +84,8 @@ struct GemmTile {
 //   row 3              |        |         |         |t0 .. t3 |
 //
 // A packed block needs no such gap, because its bytes are stored in the order of the lanes that read them. Scales and
-// mins have no fixed size, so they come last. Wide tiles have rows of 128 bytes without a gap, swizzled (pair_swizzle).
+// mins have no fixed size, so they come last. Wide tiles have rows of 128 bytes without a gap, swizzled by
+// GemmWideShape::swizzle.
 struct GemmStage {
   int x;
   int scales;  // then mins; of each chunk_groups * kScaleBytes, fp32 at most

@@ -37,8 +37,8 @@ class GemmWarpProducts {
 
  public:
   using Epilogue = GemmEpilogue<T, kTokens, kWarpsRows, kWarpsTokens, kWarpsInputs, kGrouped>;
-  static constexpr int kFreedBehind =
-      1;  // chunks: once all threads are at a chunk, the stage of the one before is free
+  // Chunks: once all threads are at a chunk, the stage of the one before is free.
+  static constexpr int kFreedBehind = 1;
   static_assert(Epilogue::kSharedBytes <= kStage.scales);  // the sums leave through a stage
 
   typename Epilogue::Sums sums;

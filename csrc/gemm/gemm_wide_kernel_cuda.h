@@ -5,8 +5,9 @@
 // rows of 128 bytes in shared memory, swizzled. Eight warps multiply a chunk by mma (gemm/gemm_warp_products_cuda.h)
 // or, on Hopper, by wgmma (gemm/gemm_warpgroup_products_cuda.h).
 //
-// Copies to shared memory (gemm/gemm_wide_copy_cuda.h) run ahead by all stages but one or two, of which there are three
-// at least, also from one unit to the next. The stage of a unit's last chunk then serves for the sums on their way out.
+// There are at least three stages. Copies to shared memory (gemm/gemm_wide_copy_cuda.h) run ahead by all but one, with
+// dense weights on Hopper by all but two, also from one unit to the next. The stage of a unit's last chunk then serves
+// for the sums on their way out.
 #pragma once
 
 #include <type_traits>
@@ -31,7 +32,7 @@ struct GemmWideKernel {
 
   __device__ explicit GemmWideKernel(const Params& params) : p(params) {}
 
-  // Until the chunk after those that are multiplied is there.
+  // Waits for this thread's copies of the next chunk to multiply.
   __device__ static void wait(int stages) {
     switch (stages - Products::kFreedBehind) {
       case 1: return cp_async_wait<0>();

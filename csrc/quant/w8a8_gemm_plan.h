@@ -37,7 +37,7 @@ struct W8a8Tile {
   }
 };
 
-// The widest tile reads a third fewer bytes for each product than the one before it, but needs 192 KB: sm_90 has that
+// The widest tile reads a quarter fewer bytes for each product than the one before it, but needs 192 KB: sm_90 has that
 // much. The others, 66 to 80 KB, are within the 99 KB of every GPU from sm_80 on, and twice within sm_80's and sm_90's.
 inline constexpr int kWidestW8a8Tokens = 256;
 
@@ -54,7 +54,7 @@ constexpr int w8a8_tile_tokens(int64_t m, int64_t row_units, const Device& devic
     if (m <= tokens) return tokens;
   }
   const auto widest = static_cast<size_t>(w8a8_tile(kWidestW8a8Tokens).shared_bytes());
-  // Of fewer units each would be cut in four or more, and adding up wide pieces costs what the tile saves.
+  // With fewer units than a third of the multiprocessors, adding up pieces of them costs what the tile saves.
   const int64_t units = row_units * ((m + kWidestW8a8Tokens - 1) / kWidestW8a8Tokens);
   return widest <= device.shared_bytes && units * 3 >= device.multiprocessors ? kWidestW8a8Tokens : 128;
 }

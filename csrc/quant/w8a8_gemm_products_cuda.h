@@ -92,7 +92,8 @@ class W8a8WarpProducts {
 // Each of two warpgroups multiplies 64 rows, the fragments in registers, by all tokens, which wgmma reads from shared
 // memory: twice, where warps read them eight times by ldmatrix. If the block is alone on its multiprocessor, a chunk's
 // products are under way until the next chunk's have been issued, so that the tensor cores do not wait for the barrier
-// and the fragments. The registers of the fragments are then those of two chunks.
+// and the fragments. The registers of the fragments are then those of two chunks. That ptxas keeps the first ones until
+// their products end is not promised: cmake/machine_code/operands.py looks at what it made.
 template <int kTokens>
 class W8a8WarpgroupProducts {
   using Shape = W8a8Shape<kTokens>;

@@ -15,7 +15,7 @@ inline constexpr int kSampleExchange = 8 * 33;  // numbers
 // Quads, 4 tokens each, of which a thread loads all at once and keeps in registers: 128 bytes on their way.
 inline constexpr int kPartQuads = 8;
 
-// The most threads of a block: four blocks of 64 registers a thread share a multiprocessor, so that the latencies of
+// The most threads of a block: three blocks of 80 registers a thread share a multiprocessor, so that the latencies of
 // one are hidden behind the others.
 inline constexpr int kSampleThreads = 256;
 

@@ -136,7 +136,7 @@ __device__ inline void SampleSelection::race_listed(const SampleParams& p, Race&
   }
 }
 
-// One copy for its three callers: inlined, they spilled 7 of a thread's 64 registers.
+// One copy for its three callers: inlined, they spilled registers.
 __device__ __attribute__((noinline)) inline void SampleSelection::cut(bool by_count, double amount) {
   Bracket bracket{last_.z, nextafterf(row_.maximum, INFINITY), static_cast<double>(row_.end), 0.0, 0.0};
   double target = 0.0;

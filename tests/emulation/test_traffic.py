@@ -48,7 +48,7 @@ KNOWN_COSTS = {
     # Columns of Q in another order, once a row tile; and scales, eight bytes that eight lanes share.
     "shared attention/paged_attention_queries_cuda.h store_chunk": 4.0,
     "shared attention/paged_attention_softmax_cuda.h scale_positions": 2.0,
-    "global attention/paged_attention_results_cuda.h merge": 1.15,
+    "global attention/paged_attention_results_cuda.h merge": 1.2,
     "global attention/paged_attention_results_cuda.h write_results": 1.15,
     # One warp that writes a struct every so many bytes, and broadcasts of eight bytes.
     "global attention/paged_attention_plan.cu paged_attention_plan_kernel": 2.0,

@@ -58,25 +58,25 @@ def _decode_step(config: ModelConfig, form: str, seqs: int, library: Path) -> li
 
 @pytest.mark.parametrize("seqs", [1, 16])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_dense_layer_is_six_launches(
+def test_a_dense_layer_is_eight_launches(
     form: str, seqs: int, device: str, emulated_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms, activation and residuals are parts of the products, whose counters need no kernel to clear them."""
+    """Activation and residuals are parts of the products, whose counters need no kernel to clear them."""
     # On a CPU, as which the emulator counts here, bf16 products have their norm computed before.
     monkeypatch.setattr("fastinfer.weights.weight.apply_norm", lambda x, options: x)
     product = FORMS[form][0]
-    layer = [product, *ATTENTION, product, product, product]
+    layer = ["rms_norm", product, *ATTENTION, product, "rms_norm", product, product]
     launches = decode_step(DEEP, form, seqs, emulated_library)
     start = launches.index("paged_attention_plan") + 1
-    assert launches[start:] == [*layer * DEEP.num_layers, "embedding", product, "sample"]
+    assert launches[start:] == [*layer * DEEP.num_layers, "embedding", "rms_norm", product, "sample"]
     assert len(launches[:start]) == 2, "the embedding, and the plan of attention"
 
 
-def test_a_layer_of_experts_is_ten_launches(device: str, emulated_library: Path) -> None:
+def test_a_layer_of_experts_is_eleven_launches(device: str, emulated_library: Path) -> None:
     """Six of them are the experts': norm, router, routing, two products and the weighted sum."""
     config = replace(DEEP, num_experts=6, experts_per_token=2)
     experts = ["rms_norm", "int4_gemm", "route_experts", "int4_gemm", "int4_gemm", "combine_experts"]
-    layer = ["int4_gemm", *ATTENTION, "int4_gemm", *experts]
+    layer = ["rms_norm", "int4_gemm", *ATTENTION, "int4_gemm", *experts]
     launches = decode_step(config, "int4", 3, emulated_library)
     start = launches.index("paged_attention_plan") + 1
-    assert launches[start:] == [*layer * config.num_layers, "embedding", "int4_gemm", "sample"]
+    assert launches[start:] == [*layer * config.num_layers, "embedding", "rms_norm", "int4_gemm", "sample"]

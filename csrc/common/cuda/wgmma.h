@@ -37,8 +37,9 @@ namespace detail {
 __device__ inline void pin(float& x) {
   asm volatile("" : "+f"(x)::"memory");
 }
-// A product's operand is in a register that is written here, and not where its value was computed: that may be before
-// the wait for the product that reads the same register.
+// Asks for the operand to be in a register that is written here, and not where its value was computed: that may be
+// before the wait for a product that reads the same register. ptxas may still merge the two;
+// cmake/machine_code/operands.py looks at what it made.
 __device__ inline void pin(uint32_t& x) {
   uint32_t y;
   asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x) : "memory");
@@ -185,5 +186,13 @@ __device__ inline void wgmma_int8(int32_t (&d)[kColumns / 2], const uint32_t (&a
 }
 
 #undef FASTINFER_WGMMA
+#undef FASTINFER_TEXT_32
+#undef FASTINFER_TEXT_64
+#undef FASTINFER_TEXT_128
+#undef FASTINFER_D_8
+#undef FASTINFER_D_OF
+#undef FASTINFER_D_32
+#undef FASTINFER_D_64
+#undef FASTINFER_D_128
 
 }  // namespace fastinfer::cuda
