@@ -39,12 +39,12 @@ KNOWN_COSTS = {
     "global attention/paged_attention_tile_cuda.h copy_scales": 2.0,
     "global attention/store_kv_cache_cuda.h quantize_head": 2.0,
     # Rows of 80 elements are ten pieces: eight lanes take two rows.
-    "shared attention/paged_attention_results_cuda.h merge": 1.5,
+    "shared attention/paged_attention_results_cuda.h merge": 1.55,
     "shared attention/paged_attention_decode_cuda.h store_values": 1.5,
     # Of four bits, which are two and a half chunks, and take the place of three.
     "shared attention/paged_attention_tile_cuda.h copy_chunk": 2.0,
     "shared attention/paged_attention_decode_cuda.h load_chunks": 1.4,
-    "shared attention/paged_attention_prefill_cuda.h widen_piece": 2.0,
+    "shared attention/paged_attention_prefill_shared_cuda.h widen_piece": 2.0,
     # Columns of Q in another order, once a row tile; and scales, eight bytes that eight lanes share.
     "shared attention/paged_attention_queries_cuda.h store_chunk": 4.0,
     "shared attention/paged_attention_softmax_cuda.h scale_positions": 2.0,
@@ -63,10 +63,11 @@ KNOWN_COSTS = {
     # Tables and lists whose places depend on the values.
     "shared sampling/sample_select_cuda.h sort": 2.3,
     "global sampling/sample_part_cuda.h each_part": 2.0,
-    "global sampling/sample_part_cuda.h list": 1.3,
+    "global sampling/sample_part_cuda.h list": 2.2,
+    "global sampling/sample_part_cuda.h give": 1.3,
     # One counter, to which the compiler adds once a warp.
-    "shared sampling/sample_part_cuda.h give": 21.0,
-    "shared sampling/sample_part_cuda.h list": 5.6,
+    "shared sampling/sample_part_cuda.h give": 23.8,
+    "shared sampling/sample_part_cuda.h list": 10.6,
 }
 
 # Kernels that no call reaches: not of the usual step of a model, or of several GPUs, whose links bind them.
