@@ -131,7 +131,7 @@ def engine() -> Rows:
 
 
 def slower() -> Rows:
-    """Where a peer is faster."""
+    """Show the cases in which a peer is faster."""
     rows = [["operator", "cases in which a peer is faster", "times its speed there", "slowest"]]
     for name, compared in candidates():
         behind = [(times, case.label) for times, case in compared if times < SLOWER]

@@ -416,7 +416,7 @@ def test_graphs_are_captured_within(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_otherwise_logits_differ(device: str) -> None:
-    """What the test above could miss."""
+    """Without the context logits differ, so that the test above can fail."""
     engine, expected = serve_mixed(Forced(device)), alone(device)
     shared = engine.logits.keys() & expected.logits.keys()
     assert any(not torch.equal(engine.logits[key], expected.logits[key]) for key in shared)

@@ -61,7 +61,7 @@ def test_a_product_of_more_token_tiles_than_a_band(device: str) -> None:
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "dense"])
 def test_otherwise_products_differ(form: str, device: str) -> None:
-    """What the test above could miss; and the context is left as it was found.
+    """Without the context products differ, so that the test above can fail; and leaving the context restores this.
 
     Sums of dense weights may be the same bits in all kernels.
     """

@@ -91,6 +91,11 @@ class KVOffloading:
         self.num_loadable -= num_loaded
         return num_loaded
 
+    def restore_snapshot(self, data: Tensor, slot: int) -> None:
+        """Write a snapshot from a store to a slot, which may hold what is to be stored before."""
+        self.save()
+        self.states.write(slot, data)
+
     def stats(self) -> dict[str, int]:
         """Return the counters of :class:`fastinfer.engine.stats.EngineStats` that belong to the stores."""
         counters = {}
@@ -110,11 +115,6 @@ class KVOffloading:
     def _write_block(self, block: int, data: Tensor) -> None:
         for worker, part in zip(self._workers, data.split(self._block_sizes), strict=True):
             worker.write_part(CachePart.BLOCK, block, part)
-
-    def restore_snapshot(self, data: Tensor, slot: int) -> None:
-        """Write a snapshot from a store to a slot, which may hold what is to be stored before."""
-        self.save()
-        self.states.write(slot, data)
 
     def _read_states(self, slot: int) -> Tensor:
         return self._workers[0].read_part(CachePart.STATES, slot)

@@ -1,4 +1,4 @@
-"""What moves between one cache and the stores beyond it: blocks of keys and values, or snapshots of states."""
+"""Transfer between one cache and the stores beyond it: blocks of keys and values, or snapshots of states."""
 
 import hashlib
 from collections.abc import Callable

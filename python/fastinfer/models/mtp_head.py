@@ -19,7 +19,7 @@ from fastinfer.weights.weight import Weight
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MTPEnds:
-    """What a layer for multi-token prediction has before and after its transformer layer.
+    """Parts of a layer for multi-token prediction before and after its transformer layer.
 
     Attributes:
         token_norm, feature_norm: norms of the rows of the embedding and of the features.
