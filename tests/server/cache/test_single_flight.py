@@ -1,6 +1,8 @@
 """Equal requests at the same time: one computes, whoever fails or leaves holds up nobody."""
 
 import asyncio
+import time
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,23 @@ def test_nobody_waits_forever_for_a_slow_leader() -> None:
         leader.go.set()
         await leader.task
 
+    asyncio.run(main())
+
+
+def test_a_timer_that_fires_early_does_not_shorten_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = asyncio.wait
+
+    async def early(futures: Any, timeout: float) -> Any:
+        return await wait(futures, timeout=timeout / 2)
+
+    async def main() -> None:
+        flight = SingleFlight()
+        await flight.enter("k")
+        begin = time.monotonic()
+        assert await flight.enter("k", max_wait_s=0.01) == (False, None)
+        assert time.monotonic() - begin >= 0.01
+
+    monkeypatch.setattr(asyncio, "wait", early)
     asyncio.run(main())
 
 

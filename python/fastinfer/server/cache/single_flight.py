@@ -1,6 +1,7 @@
 """Single flight: of equal requests that run at the same time one is computed, and the others get its answer."""
 
 import asyncio
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -74,8 +75,11 @@ class SingleFlight:
         turn: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
         waiting = self._waiting[key]
         waiting.append(turn)
+        deadline = time.monotonic() + max_wait_s
         try:
-            await asyncio.wait({turn}, timeout=max_wait_s)
+            # uvloop's timers can fire a millisecond early; a request must not go on shortly before its time limit.
+            while not turn.done() and (rest := deadline - time.monotonic()) > 0:
+                await asyncio.wait({turn}, timeout=rest)
         except asyncio.CancelledError:
             # The lead may have come at the same moment as the cancellation.
             if turn.done() and turn.result().leads:
