@@ -1,5 +1,6 @@
 """Fixtures that several test files share, and the workers that tests are spread over."""
 
+import gc
 import os
 import zlib
 from pathlib import Path
@@ -60,14 +61,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return workers
 
 
+@pytest.hookimpl(trylast=True)  # after the choice by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the emulated AVX-512 kernels run the first and a fixed share of each test's cases: they are up to fifty times
-    slower than real ones, and differ from tested ones in few lines. Under a sanitizer, run the first case of each test
-    on the emulator, and of the others half under each. FASTINFER_EMULATION_PART, "1/4", is the part of these cases that
-    this process runs.
+    slower than real ones, and differ from tested ones in few lines. Under a sanitizer, run the first case of each test,
+    and of the others a quarter under each, unless FASTINFER_SANITIZED_CASES is "all". FASTINFER_EMULATION_PART, "1/4",
+    is the part of these cases that this process runs.
     """
     part, parts = map(int, os.environ.get("FASTINFER_EMULATION_PART", "1/1").split("/"))
-    halves = {"thread": {0}, "address": {1}}.get(os.environ.get("FASTINFER_EMULATION", ""), {0, 1})
+    sanitizer = os.environ.get("FASTINFER_SANITIZER")
+    all_cases = os.environ.get("FASTINFER_SANITIZED_CASES") == "all"
     seen = set()
     kept, dropped = [], []
     for item in items:
@@ -75,10 +78,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         function, number, keep = case.partition("[")[0], zlib.crc32(case.encode()), True
         if item.get_closest_marker("avx512"):
             keep = function not in seen or number % 5 == 0
-            seen.add(function)
-        elif item.get_closest_marker("emulated"):
-            keep = number % parts == part - 1 and (function not in seen or number // parts % 2 in halves)
-            seen.add(function)
+        elif sanitizer:
+            quarter = ("thread", "address").index(sanitizer)
+            keep = number % parts == part - 1
+            keep &= function not in seen or all_cases or number // parts % 4 == quarter
+        seen.add(function)
         (kept if keep else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays until the end; collections of garbage, which engines ask for, need not look at it."""
+    gc.collect()
+    gc.freeze()

@@ -1,5 +1,6 @@
 """CUDA graphs and GPU memory for machines without a GPU: the engine's own code around them runs."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -66,6 +67,8 @@ def is_batch_invariant() -> bool:
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "capture", FakeGraph)
+    # Nothing is captured, and to collect the garbage of a whole test run takes longer than all else.
+    monkeypatch.setattr(cuda_graphs, "without_garbage_collection", contextlib.nullcontext)
     monkeypatch.setattr(sampler, "HostCopy", FakeHostCopy)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
 

@@ -73,7 +73,7 @@ def run(job: Job) -> tuple[int, float, str]:
         tests = subprocess.run(
             [*prefix, sys.executable, *pytest],
             cwd=ROOT,
-            env=environment(job.sanitizer, job.libraries) | job.variables,
+            env=environment(job.sanitizer, job.libraries) | {"FASTINFER_SANITIZER": job.sanitizer} | job.variables,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

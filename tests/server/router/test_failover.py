@@ -72,11 +72,13 @@ def test_a_request_without_a_seed_gets_one() -> None:
     with toy_server() as (_, one), toy_server() as (_, two), BreakingProxy(one) as first, BreakingProxy(two) as second:
         with router_server([first.url, second.url]) as (_, url):
             texts = set()
-            for _ in range(5):
+            for _ in range(50):  # an answer whose tokens came in few events is too short to break
                 first.break_after = second.break_after = 4000
                 choices, _, _ = ask(url, "/v1/completions", body)
                 assert choices[0]["end"] == "length"
                 texts.add(choices[0]["text"])
+                if first.num_broken + second.num_broken >= 5:
+                    break
             assert len(texts) > 1
         assert first.num_broken + second.num_broken >= 5
 
