@@ -24,7 +24,7 @@ constexpr int kTileColumns = 2;  // 6 x 2 takes 12 sums and 3 operands, of 16 re
 // Products in fp32 of weights of any type, which are widened: exact but for fp32's own rounding.
 struct FloatProducts {
   using Element = float;
-  static constexpr int kStep = kLanes, kChunk = kChunkBytes / 4;
+  static constexpr int kStep = kLanes, kChunk = kChunkBytes / 4, kMostInputsAlone = 1000;
 
   template <class T>
   FASTINFER_INLINE static f32v load(const T* p) {
@@ -39,7 +39,7 @@ struct FloatProducts {
 // Products of bf16 with bf16, two of them into each lane: dpbf16 rounds as fp32 does, but counts denormals as zero.
 struct BFloat16Products {
   using Element = BFloat16;
-  static constexpr int kStep = 2 * kLanes, kChunk = kChunkBytes / 2;
+  static constexpr int kStep = 2 * kLanes, kChunk = kChunkBytes / 2, kMostInputsAlone = 4000;
 
   FASTINFER_INLINE static u16v load(const BFloat16* p) {
     return load_as<u16v>(p);
@@ -112,23 +112,69 @@ class DenseGemm {
 
   void run() const {
     const int width = p_.activation != Activation::kNone ? 2 * kTileRows : kTileRows;  // rows of the weight in a unit
-    for_each_unit(p_, (p_.n + width - 1) / width, [&](int64_t expert, int64_t unit, int64_t begin, int64_t end) {
-      alignas(64) float sums[kRowBlock * 2 * kTileRows];
+    const auto multiply = [&](int64_t expert, int64_t unit, int64_t row0, int rows, float* sums, const auto&) {
       const W* weight = static_cast<const W*>(p_.weight) + expert * p_.n * p_.k;
-      for (int64_t row0 = begin; row0 < end; row0 += kRowBlock) {
-        const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, end - row0));
-        std::fill_n(sums, rows * width, 0.0f);
-        for (int column = 0; column < width; column += kColumns) {
-          for (int64_t i = 0; i < p_.k; i += Products::kChunk) {
-            multiply_chunk(weight, unit * width + column, i, row0, rows, sums + column, width);
-          }
-        }
-        dispatch(p_.dtype, [&]<class T>(T) { epilogue<T>(p_, expert, unit, row0, rows, sums, width); });
+      std::fill_n(sums, rows * width, 0.0f);
+      if (rows == 1 && kReadsLines && p_.k <= Products::kMostInputsAlone) {
+        multiply_row(weight, unit * width, width, row0, sums);
+        return false;
       }
-    });
+      for (int column = 0; column < width; column += kColumns) {
+        for (int64_t i = 0; i < p_.k; i += Products::kChunk) {
+          multiply_chunk(weight, unit * width + column, i, row0, rows, sums + column, width);
+        }
+      }
+      return false;
+    };
+    for_each_product<kRowBlock>(p_, (p_.n + width - 1) / width, width, multiply);
   }
 
  private:
+  // Whether each load of the weight is a line of the cache: then a single sum keeps up with the memory.
+  static constexpr bool kReadsLines = Products::kStep * sizeof(W) == 64;
+
+  // Adds the products of one row of x with the weight's rows n0 .. n0 + columns. They are read alone, one after
+  // another, as they lie in memory, which the hardware fetches sooner than rows side by side, unless they are long. The
+  // sums are those of `multiply`, bit for bit.
+  void multiply_row(const W* weight, int64_t n0, int64_t columns, int64_t row0, float* sums) const {
+    f32v lanes[4] = {};
+    float* targets[4];
+    int waiting = 0;
+    const auto add_waiting = [&] {
+      const f32x4 four = reduce_add(lanes[0], lanes[1], lanes[2], lanes[3]);
+      for (int i = 0; i < waiting; ++i) *targets[i] += four[i];
+      waiting = 0;
+    };
+    const auto add_product = [&](const W* w, const Element* x, int64_t count, float* sum) {
+      lanes[waiting] = dot(w, x, count);
+      targets[waiting] = sum;
+      if (++waiting == 4) add_waiting();
+    };
+    for (int64_t c = 0; c < std::min(columns, p_.n - n0); ++c) {
+      for (int64_t i = 0; i < p_.k; i += Products::kChunk) {
+        const int64_t count = std::min<int64_t>(Products::kChunk, p_.k - i),
+                      whole = count / Products::kStep * Products::kStep;
+        const W* w = weight + (n0 + c) * p_.k + i;
+        const Element* x = x_.data + row0 * x_.stride + i;
+        if (whole > 0) add_product(w, x, whole, sums + c);
+        if (whole == count) continue;
+        W rest[Products::kStep] = {};
+        std::copy(w + whole, w + count, rest);
+        add_product(rest, x + whole, Products::kStep, sums + c);
+      }
+    }
+    add_waiting();
+  }
+
+  FASTINFER_INLINE static f32v dot(const W* w, const Element* x, int64_t count) {
+    f32v sum = {};
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count; i += Products::kStep) {
+      sum = Products::add(sum, Products::load(w + i), Products::load(x + i));
+    }
+    return sum;
+  }
+
   // Adds the products with the weight's rows n0 .. n0 + kColumns over the chunk of inputs that starts at i.
   void multiply_chunk(const W* weight, int64_t n0, int64_t i, int64_t row0, int rows, float* sums, int stride) const {
     const int64_t count = std::min<int64_t>(Products::kChunk, p_.k - i),

@@ -10,7 +10,7 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 // How far ahead weights are prefetched where few rows share them.
-inline constexpr int kPrefetchBytes = 2048;
+inline constexpr int kPrefetchBytes = 4096;
 
 // The scales or minimums of a weight's groups, from one tile on, for the half-th vector of its rows. T is their type in
 // memory: float, Float16, or TwoLevel<inputs of a group>.

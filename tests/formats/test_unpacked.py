@@ -1,6 +1,7 @@
 """Rows of unpacked weights picked, reordered and concatenated."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from fastinfer.formats.gguf_rows import IQ4_NL_TABLE
 from fastinfer.formats.mxfp4 import MXFP4_TABLE
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concatenate, in_one_form
 from fastinfer.quantize.rounding import NF4_TABLE
+from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.pack import make_weight
-from fastinfer.weights.weight import LutWeight
+from fastinfer.weights.weight import DenseWeight, LutWeight
 
 ROWS, COLUMNS, GROUPS = 6, 64, 2
 
@@ -117,3 +119,25 @@ def test_inputs_are_rounded_where_the_table_is_int8() -> None:
         assert weight.activation_bits == bits
         expected = x.double() @ unpacked.dequantize().double().T
         assert (weight.linear(x) - expected).norm() < (0.01 if bits == 8 else 1e-6) * expected.norm()
+
+
+@pytest.mark.parametrize("form", ["dense", "dense in parts", "int4 mins"])
+def test_all_weights_are_where_the_allocator_puts_them(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also matrices that were joined in torch's memory, in whose small pages they would be read a third slower."""
+    if form == "dense in parts":
+        parts: list[Unpacked] = [Dense(torch.randn(16, COLUMNS)), Dense(torch.randn(5, COLUMNS))]
+    else:
+        parts = [weights()[form]]
+    memory = HugePages()
+    places = []
+
+    def empty(*args: Any) -> torch.Tensor:
+        places.append(HugePages.empty(memory, *args))
+        return places[-1]
+
+    monkeypatch.setattr(memory, "empty", empty)
+    weight = make_weight(iter(parts), 8, memory=memory, out_features=sum(part.shape[0] for part in parts))
+    tensors = [value for value in vars(weight).values() if isinstance(value, torch.Tensor)]
+    assert [tensor.data_ptr() for tensor in tensors] == [place.data_ptr() for place in places]
+    if isinstance(weight, DenseWeight):
+        assert torch.equal(weight.values.float(), torch.cat([part.dequantize() for part in parts]))

@@ -62,12 +62,12 @@ def make_weight(
         else:
             dense = part.unpack() if isinstance(part, GGUFRows) else part
             assert isinstance(dense, Dense)
-            values.append(_detached(dense.values.to(device, dense_dtype), memory))
+            values.append(dense.values.to(device, dense_dtype))
         num_rows += part.shape[0]
     if num_rows != out_features:
         raise ValueError(f"parts must fill {out_features} rows, got {num_rows}")
     if values:
-        return DenseWeight(values[0] if len(values) == 1 else torch.cat(values), bias)
+        return DenseWeight(_own_copy(values, out_features, memory), bias)
     if isinstance(form, Lut):
         assert form.table is not None
         table = form.table.to(device, copy=True)
@@ -96,12 +96,16 @@ def packed_bits(part: Unpacked, device: str) -> int:
     return 0 if isinstance(part, Dense) else 8 if isinstance(part, Int8) else 4
 
 
-def _detached(values: Tensor, memory: HugePages | None) -> Tensor:
-    """Copy values that are mapped from a file: if it was cut later, reading them would end the process."""
-    # Only memory that torch has allocated can be resized.
-    if values.is_cuda or values.untyped_storage().resizable():
-        return values
-    return values.clone() if memory is None else memory.empty(values.shape, values.dtype).copy_(values)
+def _own_copy(parts: list[Tensor], out_features: int, memory: HugePages | None) -> Tensor:
+    """Concatenate dense parts, where the allocator puts them."""
+    if memory is not None:
+        return torch.cat(parts, out=memory.empty((out_features, *parts[0].shape[1:]), parts[0].dtype))
+    if len(parts) > 1:
+        return torch.cat(parts)
+    # Values that are mapped from a file are copied: if it was cut later, reading them would end the process. Only memory
+    # that torch has allocated can be resized.
+    values = parts[0]
+    return values if values.is_cuda or values.untyped_storage().resizable() else values.clone()
 
 
 class PackedTiles:
