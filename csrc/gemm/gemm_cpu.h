@@ -98,6 +98,7 @@ void epilogue(const GemmParams& p, int64_t expert, int64_t unit, int64_t row0, i
   });
 }
 
+// The epilogue for the type of the result.
 inline void finish(const GemmParams& p, int64_t expert, int64_t unit, int64_t row0, int rows, const float* sums,
                    int sums_stride) {
   dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, expert, unit, row0, rows, sums, sums_stride); });
@@ -152,8 +153,9 @@ void for_each_run(const GemmParams& p, int64_t units, int64_t first_row, const F
 // sums[rows][stride]; it may call finish(row, count) for rows that are ready, and returns whether it has done so for
 // all.
 //
-// With few rows, several units' sums are finished together. After each unit alone, the weights' stream would stop for
-// as long as an activation's chain of instructions takes: 1.3 times the whole time of gate and up with one row.
+// With few rows, several units' sums are finished together. If each unit were finished alone, the stream of weights
+// would stop for as long as the activation's chain of instructions takes. Gate and up with one row took 1.3 times as
+// long.
 template <int kRows, class Multiply>
 void for_each_product(const GemmParams& p, int64_t units, int stride, const Multiply& multiply) {
   for_each_run(p, units, 0, [&](int64_t expert, int64_t first, int64_t last, int64_t begin, int64_t end) {

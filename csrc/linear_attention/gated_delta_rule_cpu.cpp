@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kTokens = 16;
 constexpr int64_t kColumns = 32;                // of 128 rows 16 KB, which the L1 holds
+constexpr int64_t kColumnsAlone = 128;          // of a sequence with one token: whole rows, as they lie in memory
 constexpr int kRowSums = kLanes == 16 ? 2 : 1;  // with the columns' vectors, so many sums that additions overlap
 enum Scratch { kKeys, kQueries, kOutputs, kState };
 
@@ -121,7 +122,11 @@ class Head {
       const int64_t slot = first == begin ? p_.slots.reads[seq_] : p_.slots.writes[first - 1];
       if (first == begin && slot < 0) std::fill_n(state_, p_.key_dim * p_.value_dim, 0.0f);
       int64_t column = 0;
-      for (; column + kColumns <= p_.value_dim; column += kColumns) run_columns<kColumns / kLanes>(column, slot);
+      const auto blocks = [&]<int64_t kWidth>() {
+        for (; column + kWidth <= p_.value_dim; column += kWidth) run_columns<kWidth / kLanes>(column, slot);
+      };
+      if (kLanes == 16 && end - begin == 1) blocks.template operator()<kColumnsAlone>();
+      blocks.template operator()<kColumns>();
       if (column < p_.value_dim) run_columns<kDeltaHeadUnit / kLanes>(column, slot);
       for (int64_t i = 0; i < count_; ++i) finish(i);
     }

@@ -18,6 +18,7 @@ namespace {
 constexpr int64_t kTokens = 16;
 constexpr int kAtOnce = 4;
 constexpr int kVectorsOfBlock = 2;  // a block's columns
+constexpr int kVectorsAlone = 4;    // of a sequence with one token: a head of 64 is read from beginning to end
 enum Scratch { kB, kC, kValues, kOutputs, kState };
 
 // What some tokens bring: decay, dt x, b and c.
@@ -87,10 +88,14 @@ class Head {
       const int64_t slot = first == begin ? p_.slots.reads[seq_] : p_.slots.writes[first - 1];
       if (first == begin && slot < 0) std::fill_n(state_, p_.state_dim * p_.head_dim, 0.0f);
       int64_t column = 0;
-      for (; column + kVectorsOfBlock * kLanes <= p_.head_dim; column += kVectorsOfBlock * kLanes) {
-        run_columns<kVectorsOfBlock>(column, slot);
-      }
-      for (; column < p_.head_dim; column += kLanes) run_columns<1>(column, slot);
+      const auto blocks = [&]<int kVectors, int kMost>() {
+        for (; column + kVectors * kLanes <= p_.head_dim; column += kVectors * kLanes) {
+          run_columns<kVectors, kMost>(column, slot);
+        }
+      };
+      if (end - begin == 1) blocks.template operator()<kVectorsAlone, 1>();
+      blocks.template operator()<kVectorsOfBlock, kAtOnce>();
+      blocks.template operator()<1, kAtOnce>();
       for (int64_t i = 0; i < count_; ++i) finish(i);
     }
   }
@@ -111,15 +116,15 @@ class Head {
     copy_floats(x_row(i) + head_ * p_.head_dim, p_.head_dim, dt, values_ + i * p_.head_dim);
   }
 
-  // `slot` has the state before the first token; -1: scratch memory has it.
-  template <int kVectors>
+  // `slot` has the state before the first token; -1: scratch memory has it. Up to kMost tokens at once.
+  template <int kVectors, int kMost>
   void run_columns(int64_t column, int64_t slot) {
     const Columns<float> kept{state_ + column * p_.state_dim, kVectors * kLanes};
     Columns<float> at = slot < 0 ? kept : in_slot(slot, column);
     for (int64_t i = 0; i < count_;) {
       int64_t unstored = 0;
-      while (unstored < kAtOnce && i + unstored < count_ && p_.slots.writes[first_ + i + unstored] < 0) ++unstored;
-      const int64_t count = unstored == kAtOnce ? kAtOnce : 1, write = p_.slots.writes[first_ + i + count - 1];
+      while (unstored < kMost && i + unstored < count_ && p_.slots.writes[first_ + i + unstored] < 0) ++unstored;
+      const int64_t count = unstored == kMost ? kMost : 1, write = p_.slots.writes[first_ + i + count - 1];
       const Columns<float> to = write < 0 ? kept : in_slot(write, column);
       const Inputs inputs{.decay = decay_ + i,
                           .values = values_ + i * p_.head_dim + column,
@@ -129,8 +134,8 @@ class Head {
                           .rows = p_.state_dim};
       float* const outputs = outputs_ + i * p_.head_dim + column;
       const Columns<const float> from{at.data, at.stride};
-      count == kAtOnce ? sweep<kVectors, kAtOnce>(from, to, inputs, outputs)
-                       : sweep<kVectors, 1>(from, to, inputs, outputs);
+      count == kMost ? sweep<kVectors, kMost>(from, to, inputs, outputs)
+                     : sweep<kVectors, 1>(from, to, inputs, outputs);
       at = to;
       i += count;
     }

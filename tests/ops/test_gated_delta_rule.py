@@ -24,7 +24,7 @@ from fastinfer import ops
 device = device_fixture("cpu", "avx512", "cuda", "emulated")
 
 EPS = 1e-6
-# key_heads, value_heads, key_dim, value_dim; a block of columns is 32 wide.
+# key_heads, value_heads, key_dim, value_dim; a block of columns is 32 wide, of one token 128.
 SIZES = [(1, 1, 16, 16), (2, 4, 48, 32), (1, 3, 32, 80), (2, 2, 128, 128), (1, 1, 256, 48), (1, 2, 16, 256)]
 
 
