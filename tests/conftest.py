@@ -78,17 +78,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         function, number, keep = case.partition("[")[0], zlib.crc32(case.encode()), True
         if item.get_closest_marker("avx512"):
             keep = function not in seen or number % 5 == 0
+            seen.add(function)
         elif sanitizer:
             quarter = ("thread", "address").index(sanitizer)
             keep = number % parts == part - 1
             keep &= function not in seen or all_cases or number // parts % 4 == quarter
-        seen.add(function)
+            seen.add(function)
         (kept if keep else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays until the end; collections of garbage, which engines ask for, need not look at it."""
+    """Modules and tests stay until the end. Engines collect garbage, which takes less time without them."""
     gc.collect()
     gc.freeze()

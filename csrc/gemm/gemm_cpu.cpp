@@ -1,5 +1,7 @@
 // Dense weights stay as they are, row-major: each output is a dot product along the inputs, a few rows of x by a few of
-// the weight at a time.
+// the weight at a time. With one row of x, rows of the weight that are not long are read one by one: as a single stream
+// they come at the speed of the memory, while eight at once need prefetching, whose lines leave the L1 too soon. With
+// long rows it is the other way round (docs/performance-log.md, dense products).
 //
 // The inputs are cut into chunks. Over a chunk, lane i of a vector adds up every kLanes-th product, one after another;
 // a tree adds the lanes, and the chunks' sums follow one another. Nothing in that depends on how many rows x has.
@@ -24,7 +26,8 @@ constexpr int kTileColumns = 2;  // 6 x 2 takes 12 sums and 3 operands, of 16 re
 // Products in fp32 of weights of any type, which are widened: exact but for fp32's own rounding.
 struct FloatProducts {
   using Element = float;
-  static constexpr int kStep = kLanes, kChunk = kChunkBytes / 4, kMostInputsAlone = 1000;
+  static constexpr int kStep = kLanes, kChunk = kChunkBytes / 4;
+  static constexpr int kMostInputsAlone = 1000;  // of rows that are read one by one
 
   template <class T>
   FASTINFER_INLINE static f32v load(const T* p) {
@@ -39,7 +42,8 @@ struct FloatProducts {
 // Products of bf16 with bf16, two of them into each lane: dpbf16 rounds as fp32 does, but counts denormals as zero.
 struct BFloat16Products {
   using Element = BFloat16;
-  static constexpr int kStep = 2 * kLanes, kChunk = kChunkBytes / 2, kMostInputsAlone = 4000;
+  static constexpr int kStep = 2 * kLanes, kChunk = kChunkBytes / 2;
+  static constexpr int kMostInputsAlone = 4000;
 
   FASTINFER_INLINE static u16v load(const BFloat16* p) {
     return load_as<u16v>(p);
@@ -133,9 +137,8 @@ class DenseGemm {
   // Whether each load of the weight is a line of the cache: then a single sum keeps up with the memory.
   static constexpr bool kReadsLines = Products::kStep * sizeof(W) == 64;
 
-  // Adds the products of one row of x with the weight's rows n0 .. n0 + columns. They are read alone, one after
-  // another, as they lie in memory, which the hardware fetches sooner than rows side by side, unless they are long. The
-  // sums are those of `multiply`, bit for bit.
+  // Adds the products of one row of x with the weight's rows n0 .. n0 + columns, one by one. The sums are those of
+  // `multiply`, bit for bit.
   void multiply_row(const W* weight, int64_t n0, int64_t columns, int64_t row0, float* sums) const {
     f32v lanes[4] = {};
     float* targets[4];

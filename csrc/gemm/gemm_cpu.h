@@ -21,7 +21,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kHalves = kTileRows / kLanes;  // vectors that hold a tile's 16 rows
 inline constexpr int kRowBlock = 64;                // rows of x whose sums are kept: 8 KB
-inline constexpr int kFewRows = 8;                  // with which the sums of several units are kept
+inline constexpr int kRowsOfGroups = 8;             // with so few, the sums of several units are kept
 
 // Slots of scratch memory.
 enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer, kActiveExperts, kRowTiles };
@@ -150,17 +150,17 @@ void for_each_run(const GemmParams& p, int64_t units, int64_t first_row, const F
 }
 
 // The products of all units with all rows, kRows rows at once. multiply(expert, unit, row0, rows, sums, finish) writes
-// sums[rows][stride]; it may call finish(row, count) for rows that are ready, and returns whether it has done so for
-// all.
+// sums[rows][stride]. It returns whether it has called finish(row, count) for all rows, which depends on `rows` alone.
 //
 // With few rows, several units' sums are finished together. If each unit were finished alone, the stream of weights
 // would stop for as long as the activation's chain of instructions takes. Gate and up with one row took 1.3 times as
 // long.
 template <int kRows, class Multiply>
 void for_each_product(const GemmParams& p, int64_t units, int stride, const Multiply& multiply) {
+  static_assert(kRows >= kRowBlock);
   for_each_run(p, units, 0, [&](int64_t expert, int64_t first, int64_t last, int64_t begin, int64_t end) {
     alignas(64) float sums[kRows * 2 * kTileRows];
-    const int64_t together = end - begin <= kFewRows ? kRowBlock / kFewRows : 1;
+    const int64_t together = end - begin <= kRowsOfGroups ? kRowBlock / kRowsOfGroups : 1;
     for (int64_t count; first < last; first += count) {
       count = std::min(together, last - first);
       for (int64_t row0 = begin; row0 < end; row0 += kRows) {

@@ -3,7 +3,7 @@
 // their outputs are normalised.
 //
 // A sweep adds the last token's k d^T to the state and sums up S^T k and S^T q for the next token at once. The state is
-// read where it lies: in the slot, in which a decode step's second sweep finds it in the cache, or in scratch memory.
+// read where it lies: in the slot, in which a decode step's second sweep finds it in the L2, or in scratch memory.
 #include <algorithm>
 #include <cmath>
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kTokens = 16;
 constexpr int64_t kColumns = 32;                // of 128 rows 16 KB, which the L1 holds
-constexpr int64_t kColumnsAlone = 128;          // of a sequence with one token: whole rows, as they lie in memory
+constexpr int64_t kColumnsAlone = 128;          // of a sequence with one token, with AVX-512: a head in one pass
 constexpr int kRowSums = kLanes == 16 ? 2 : 1;  // with the columns' vectors, so many sums that additions overlap
 enum Scratch { kKeys, kQueries, kOutputs, kState };
 
@@ -207,7 +207,7 @@ class Head {
   float* const keys_;      // [kTokens, key_dim], of length 1
   float* const queries_;   // [kTokens, key_dim], of length 1 / sqrt(key_dim)
   float* const outputs_;   // [kTokens, value_dim]
-  float* const state_;     // blocks of columns, each [key_dim, kColumns] or what is left
+  float* const state_;     // blocks of columns, each [key_dim, kColumns] or another width
   float decay_[kTokens], beta_[kTokens], key_query_[kTokens];
 };
 

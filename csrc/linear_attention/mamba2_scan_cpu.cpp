@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kTokens = 16;
 constexpr int kAtOnce = 4;
 constexpr int kVectorsOfBlock = 2;  // a block's columns
-constexpr int kVectorsAlone = 4;    // of a sequence with one token: a head of 64 is read from beginning to end
+constexpr int kVectorsAlone = 4;    // of a sequence with one token, with AVX-512: a head of 64 is read in one pass
 enum Scratch { kB, kC, kValues, kOutputs, kState };
 
 // What some tokens bring: decay, dt x, b and c.
@@ -93,7 +93,7 @@ class Head {
           run_columns<kVectors, kMost>(column, slot);
         }
       };
-      if (end - begin == 1) blocks.template operator()<kVectorsAlone, 1>();
+      if (kLanes == 16 && end - begin == 1) blocks.template operator()<kVectorsAlone, 1>();
       blocks.template operator()<kVectorsOfBlock, kAtOnce>();
       blocks.template operator()<1, kAtOnce>();
       for (int64_t i = 0; i < count_; ++i) finish(i);

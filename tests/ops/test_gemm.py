@@ -1,5 +1,6 @@
 """The dense linear layer with its fused prologues and epilogues against fp64."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,10 +79,8 @@ def test_strided_rows(tokens: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fusion", GEMM_FUSIONS)
 def test_a_row_does_not_depend_on_its_batch_or_the_threads(fusion: str, dtype: torch.dtype, device: str) -> None:
-    """More units than those whose sums are finished together, with one thread and with two."""
-    out_features = 288 if device == "cpu" else 96
-    x, weight = operands(33, out_features, 576, dtype, dtype, device)
-    options = options_of(fusion, x, out_features, torch.float32)
+    x, weight = operands(33, 96, 576, dtype, dtype, device)
+    options = options_of(fusion, x, 96, torch.float32)
     one, two = per_thread_count(lambda: ops.gemm(x, weight, **options))
     assert_bitwise(one, two)
     for size in (1, 3, 8):
@@ -90,6 +89,19 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(fusion: str, dtype: t
             for rows, residual in zip(x.split(size), options.get("residual", x).split(size), strict=True)
         ]
         assert_bitwise(torch.cat(chunks), one)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_units_that_are_finished_together(dtype: torch.dtype, activation: str | None, device: str) -> None:
+    """With up to eight rows the sums of eight units; here there are 34 or 17, on one thread and on two."""
+    x, weight = operands(9, 544, 64, dtype, dtype, device)
+    options = {"bias": torch.randn(544, device=device), "activation": activation}
+    expected = ops.gemm(x, weight, **options)
+    for size in (1, 8):
+        run = partial(lambda size: torch.cat([ops.gemm(rows, weight, **options) for rows in x.split(size)]), size)
+        for out in per_thread_count(run):
+            assert_bitwise(out, expected)
 
 
 @pytest.mark.parametrize("in_features", [999, 2109, 4109])

@@ -173,6 +173,21 @@ def test_a_token_does_not_depend_on_its_batch_or_the_threads(
         assert_bitwise(torch.cat([stack.run(*part, activation="silu", **options) for part in parts]), one)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("form", "options"), PRODUCTS)
+def test_units_that_are_finished_together(
+    form: str, options: dict[str, Any], activation: str | None, device: str
+) -> None:
+    """With up to eight rows the sums of eight units; here each expert has 20 or 10, and one, eight and nine rows."""
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([1, 8, 9])).view(-1, 1)[torch.randperm(18)]
+    stack = ExpertStack(form, 3, 320, 96)
+    x = torch.randn(18, 96)
+    fused = {"bias": torch.randn(3, 320), "activation": activation}
+    expected = expert_by_expert(stack, x, ids, **fused, **options)
+    for out in per_thread_count(lambda: stack.run(x, ids, **fused, **options)):
+        assert_bitwise(out, expected)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_strided_rows(form: str, device: str) -> None:
     ids = random_ids(5, 2, 4)

@@ -1,6 +1,7 @@
 """The tests that int4_gemm to int8_gemm share; a subclass in each operator's file names the bits."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -326,11 +327,9 @@ class QuantizedGemmTests:
     def test_a_row_does_not_depend_on_its_batch_or_the_threads(
         self, fusion: str, dtype: torch.dtype, activation_bits: int, device: str
     ) -> None:
-        """More units than those whose sums are finished together, with one thread and with two."""
-        out_features = 288 if device == "cpu" else 96
         x = torch.randn(33, self.width(576), device=device).to(dtype)
-        weight = self.weight(out_features, 576, device=device)
-        options = gemm_options(fusion, x, out_features, torch.float32) | {"activation_bits": activation_bits}
+        weight = self.weight(96, 576, device=device)
+        options = gemm_options(fusion, x, 96, torch.float32) | {"activation_bits": activation_bits}
         one, two = per_thread_count(lambda: self.run(x, weight, **options))
         assert_bitwise(one, two)
         for size in (1, 3, 8):
@@ -339,6 +338,19 @@ class QuantizedGemmTests:
                 for rows, residual in zip(x.split(size), options.get("residual", x).split(size), strict=True)
             ]
             assert_bitwise(torch.cat(chunks), one)
+
+    @pytest.mark.parametrize("activation", [None, "silu"])
+    @pytest.mark.parametrize("activation_bits", [32, 16, 8])
+    def test_units_that_are_finished_together(self, activation_bits: int, activation: str | None, device: str) -> None:
+        """With up to eight rows the sums of eight units; here there are 34 or 17, on one thread and on two."""
+        x = torch.randn(9, self.width(64), device=device)
+        weight = self.weight(544, 64, device=device)
+        options = {"bias": torch.randn(544), "activation": activation, "activation_bits": activation_bits}
+        expected = self.run(x, weight, **options)
+        for size in (1, 8):
+            run = partial(lambda size: torch.cat([self.run(rows, weight, **options) for rows in x.split(size)]), size)
+            for out in per_thread_count(run):
+                assert_bitwise(out, expected)
 
     @pytest.mark.parametrize(
         ("out_features", "group", "mins", "activation"),

@@ -67,7 +67,7 @@ def make_weight(
     if num_rows != out_features:
         raise ValueError(f"parts must fill {out_features} rows, got {num_rows}")
     if values:
-        return DenseWeight(_own_copy(values, out_features, memory), bias)
+        return DenseWeight(_join(values, out_features, memory), bias)
     if isinstance(form, Lut):
         assert form.table is not None
         table = form.table.to(device, copy=True)
@@ -96,14 +96,14 @@ def packed_bits(part: Unpacked, device: str) -> int:
     return 0 if isinstance(part, Dense) else 8 if isinstance(part, Int8) else 4
 
 
-def _own_copy(parts: list[Tensor], out_features: int, memory: HugePages | None) -> Tensor:
-    """Concatenate dense parts, where the allocator puts them."""
+def _join(parts: list[Tensor], out_features: int, memory: HugePages | None) -> Tensor:
+    """Concatenate dense parts in memory that is no file's; in that of the allocator, if there is one."""
     if memory is not None:
         return torch.cat(parts, out=memory.empty((out_features, *parts[0].shape[1:]), parts[0].dtype))
     if len(parts) > 1:
         return torch.cat(parts)
-    # Values that are mapped from a file are copied: if it was cut later, reading them would end the process. Only memory
-    # that torch has allocated can be resized.
+    # Values that are mapped from a file are copied: if it was cut later, reading them would end the process. Only
+    # memory that torch has allocated can be resized.
     values = parts[0]
     return values if values.is_cuda or values.untyped_storage().resizable() else values.clone()
 

@@ -77,7 +77,7 @@ class SingleFlight:
         waiting.append(turn)
         deadline = time.monotonic() + max_wait_s
         try:
-            # uvloop's timers can fire a millisecond early; a request must not go on shortly before its time limit.
+            # uvloop's timers can fire a millisecond early. With a millisecond left, a request would be computed.
             while not turn.done() and (rest := deadline - time.monotonic()) > 0:
                 await asyncio.wait({turn}, timeout=rest)
         except asyncio.CancelledError:
