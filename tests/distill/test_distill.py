@@ -13,6 +13,7 @@ from support.tiny_folder import write_tiny_folder
 from fastinfer.cli.added_memory import distillation_memory
 from fastinfer.cli.main import main
 from fastinfer.cli.memory_bounds import Weights
+from fastinfer.distill import layers
 from fastinfer.distill.recorder import record_bytes
 from fastinfer.distill.report import Report
 from fastinfer.distill.run import distill
@@ -181,21 +182,32 @@ def test_a_run(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_a_run_without_time_for_a_step_leaves_no_model(folder: Path, tmp_path: Path) -> None:
-    """The second stage begins when the time is over: its layers are dropped, but nothing is left to train them."""
+    """The first stage ends a little after the whole time."""
     settings = Settings(str(folder / "teacher"), str(folder / "text.txt"), 1.0, stages=(3, 2), context=LENGTH)
     with pytest.raises(
         RequestError, match="minutes: expected more time for the stage of 2 layers, got 1: none was left"
     ):
-        distill(settings, tmp_path, clock=ticks(15))
+        distill(settings, tmp_path, clock=ticks(8))
     with pytest.raises(RequestError, match="for the stage of 3 layers"):
         distill(settings, tmp_path, clock=ticks(120))
     assert not (tmp_path / "model").exists()
 
 
+def test_the_choice_of_layers_ends_with_the_time(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes dozens of times through a large student."""
+    trials = []
+    without = layers._loss_without
+    monkeypatch.setattr(layers, "_loss_without", lambda *args: trials.append(args) or without(*args))
+    settings = Settings(str(folder / "teacher"), str(folder / "text.txt"), 1.0, stages=(2,), context=LENGTH)
+    with pytest.raises(RequestError, match="minutes: expected more time for the stage of 2 layers"):
+        distill(settings, tmp_path, clock=ticks(120))
+    assert not trials
+
+
 def test_a_stage_that_takes_too_long_leaves_the_others_what_is_left(folder: Path, tmp_path: Path) -> None:
     """The first one ends after what would be the end of the second one."""
     settings = Settings(str(folder / "teacher"), str(folder / "text.txt"), 1.0, stages=(3, 2, 1), context=LENGTH)
-    times = (tick + (44.0 if tick > 3 else 0.0) for tick in count(0.0, 0.5))
+    times = (tick + (40.0 if tick > 3 else 0.0) for tick in count(0.0, 0.25))
     report = distill(settings, tmp_path, clock=lambda: next(times))
     tokens = {point.num_layers: point.num_tokens for point in report.points}
     assert 0 < tokens[3] < tokens[2] < tokens[1]

@@ -1,5 +1,6 @@
 """Choice of the layers that a student keeps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fastinfer.distill.student import Student
 CANDIDATES = 4
 
 
-def drop_layers(student: Student, count: int, ids: Tensor) -> None:
+def drop_layers(student: Student, count: int, ids: Tensor, on_measured: Callable[[], None] = lambda: None) -> None:
     """Drop layers of a student, one after the other, until it has ``count``.
 
     Of the layers that turn their input least, the one is dropped without which the text's loss is smallest. (Dropping
@@ -22,11 +23,15 @@ def drop_layers(student: Student, count: int, ids: Tensor) -> None:
         student: the student.
         count: number of layers to keep.
         ids: [texts, tokens] int64 token ids to measure with.
+        on_measured: function that is called after each pass through the student; an error that it raises ends all.
     """
     while (number := len(student.layers)) > count:
         changes = layer_changes(student, ids)
-        candidates = sorted(range(number), key=changes.__getitem__)[:CANDIDATES]
-        losses = {index: _loss_without(student, index, ids) for index in candidates}
+        on_measured()
+        losses = {}
+        for index in sorted(range(number), key=changes.__getitem__)[:CANDIDATES]:
+            losses[index] = _loss_without(student, index, ids)
+            on_measured()
         dropped = min(losses, key=losses.__getitem__)
         student.keep([index for index in range(number) if index != dropped])
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,16 +76,23 @@ class Trainer:
         batches = self._batches()
         probe = self.shards[0]["ids"][:PROBE_SECTIONS].long()
         for index, num_layers in enumerate(stages):
-            drop_layers(self.student, num_layers, probe)
+            drop_layers(self.student, num_layers, probe, partial(self._check_time, num_layers))
             num_tokens = self.num_tokens
             self._judge()
             begin = self._seconds()
             self._train_stage(batches, begin, begin + (self.limit - begin) / (len(stages) - index))
             if self.num_tokens == num_tokens:
-                raise RequestError(
-                    f"minutes: expected more time for the stage of {num_layers} layers, got {self.limit / 60:.3g}: "
-                    f"none was left {self._seconds() / 60:.1f} minutes after the start"
-                )
+                raise self._no_time(num_layers)
+
+    def _check_time(self, num_layers: int) -> None:
+        if self._seconds() >= self.limit:
+            raise self._no_time(num_layers)
+
+    def _no_time(self, num_layers: int) -> RequestError:
+        return RequestError(
+            f"minutes: expected more time for the stage of {num_layers} layers, got {self.limit / 60:.3g}: "
+            f"none was left {self._seconds() / 60:.1f} minutes after the start"
+        )
 
     def _train_stage(self, batches: Iterator[dict[str, Tensor]], begin: float, end: float) -> None:
         parameters = [parameter for parameter in self.student.model.parameters() if parameter.requires_grad]
