@@ -1,7 +1,7 @@
 // Dense weights stay as they are, row-major: each output is a dot product along the inputs, a few rows of x by a few of
 // the weight at a time. With one row of x, rows of the weight that are not long are read one by one: as a single stream
-// they come at the speed of the memory, while eight at once need prefetching, whose lines leave the L1 too soon. With
-// long rows it is the other way round (docs/performance-log.md, dense products).
+// they come at the speed of the memory. Long rows come faster eight at once, with prefetching
+// (docs/performance-log.md, dense products).
 //
 // The inputs are cut into chunks. Over a chunk, lane i of a vector adds up every kLanes-th product, one after another;
 // a tree adds the lanes, and the chunks' sums follow one another. Nothing in that depends on how many rows x has.

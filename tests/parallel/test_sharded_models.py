@@ -128,7 +128,7 @@ def test_rows_of_dense_weights_do_not_keep_the_others() -> None:
     checkpoint = RandomCheckpoint(CONFIG)
 
     def storages(model: Model) -> int:
-        """Of a tensor in huge pages its own bytes: these are copies, which keep no other tensor."""
+        """Count the bytes of all storages; of a tensor in huge pages, which is a copy, its own."""
         return sum(
             tensor.untyped_storage().nbytes() if tensor.untyped_storage().resizable() else tensor.nbytes
             for tensor in tensors_of(model)
