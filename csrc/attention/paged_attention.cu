@@ -37,7 +37,7 @@ __device__ void prefill(const PagedAttentionParams& p, WorkCursor& cursor) {
   const WorkItem item(p, at, cursor.units);
   write_results<T, kHeadDim, 4>(p, item, cursor.units, PrefillShared<T, kKind, kHeadDim>::results(), 1);
   __syncthreads();  // shared memory is used again
-  cursor.advance(p, item.tiles);
+  cursor.next(p, item.tiles);
 }
 
 template <class T, CacheQuantization kKind, int kHeadDim>
@@ -45,10 +45,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     paged_attention_kernel(const __grid_constant__ PagedAttentionParams p) {
   grid_dependency_wait();
   grid_dependency_launch();
-  const PlanView plan(p.plan, p.blocks, p.seqs);
-  WorkCursor cursor{plan.starts[blockIdx.x], plan.counts[blockIdx.x]};
-  cursor.settle(p);
+  WorkCursor cursor = WorkCursor::first(p);
   while (!cursor.ended()) {
+    const PlanView plan(p.plan, p.blocks, p.seqs);
     const bool cuts = plan.header->units_per_block > 0;  // read again: registers are scarce below
     if (cuts && WorkItem(p, cursor.at, cursor.units).decodes()) {
       decode<T, kKind, kHeadDim>(p, cursor);

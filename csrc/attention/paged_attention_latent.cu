@@ -218,15 +218,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     paged_latent_attention_kernel(const __grid_constant__ PagedAttentionParams p) {
   grid_dependency_wait();
   grid_dependency_launch();
-  const PlanView plan(p.plan, p.blocks, p.seqs);
-  WorkCursor cursor{plan.starts[blockIdx.x], plan.counts[blockIdx.x]};
-  cursor.settle(p);
+  WorkCursor cursor = WorkCursor::first(p);
   while (!cursor.ended()) {
     const WorkItem item(p, cursor.at, cursor.units);
     LatentAttention<T, kHeadDim>::run(p, item);
     write_results<T, kHeadDim, 1>(p, item, cursor.units, LatentShared<kHeadDim>::results(), 1);
     __syncthreads();  // shared memory is used again
-    cursor.advance(p, item.tiles);
+    cursor.next(p, item.tiles);
   }
 }
 

@@ -12,6 +12,10 @@ namespace {
 // A block without at least two tiles has nothing to overlap: both are loaded at once, so that the second costs little.
 constexpr int64_t kMinUnits = 2;
 
+// Row tiles of prompts stay whole if the longest has at most so much of a block's even share. Where two blocks share a
+// multiprocessor, the one with the longest is faster once the other has ended.
+constexpr int64_t kMostWholePercent = 180;
+
 // Sum over the threads up to and including this one. warp_sums: one a warp.
 __device__ int64_t inclusive_sum(int64_t value, int64_t* warp_sums) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -25,10 +29,12 @@ __device__ int64_t inclusive_sum(int64_t value, int64_t* warp_sums) {
   return value;
 }
 
-__device__ int64_t units_per_head(const QueryRows& queries, int window, int head_dim) {
+// Units of a KV head of a sequence; `longest` becomes at least those of its longest row tile.
+__device__ int64_t units_per_head(const QueryRows& queries, int window, int head_dim, int64_t& longest) {
   int64_t units = 0;
   for (int i = 0; i < queries.row_tiles(row_tile(head_dim)); ++i) {
-    units += RowTile(queries, i, window, head_dim).kv_tiles;
+    const int64_t own = RowTile(queries, i, window, head_dim).kv_tiles;
+    units += own, longest = max(longest, own);
   }
   return units;
 }
@@ -41,23 +47,38 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
   auto* const warp_sums = reinterpret_cast<int64_t*>(dynamic_shared());
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
 
-  int64_t units = 0;
-  for (int64_t first = 0; first < p.seqs; first += threads) {
-    const int seq = static_cast<int>(first) + thread;
-    int64_t own = 0;
-    if (seq < p.seqs) {
-      own = p.kv_heads * units_per_head(QueryRows(p.query_start, p.seq_lens, seq, group), p.window, p.head_dim);
+  // Writes `ends`: sums of count(rows of a sequence). Returns the last one.
+  const auto add_up = [&](const auto& count) {
+    int64_t sum = 0;
+    for (int64_t first = 0; first < p.seqs; first += threads) {
+      const int seq = static_cast<int>(first) + thread;
+      const int64_t own = seq < p.seqs ? count(QueryRows(p.query_start, p.seq_lens, seq, group)) : 0;
+      const int64_t end = sum + inclusive_sum(own, warp_sums);
+      if (seq < p.seqs) plan.ends[seq] = end;
+      __syncthreads();  // before warp_sums is used again
+      sum = plan.ends[min(first + threads, p.seqs) - 1];
     }
-    const int64_t end = units + inclusive_sum(own, warp_sums);
-    if (seq < p.seqs) plan.ends[seq] = end;
-    __syncthreads();  // before warp_sums is used again
-    units = plan.ends[min(first + threads, p.seqs) - 1];
-  }
+    return sum;
+  };
+  int64_t longest = 0;   // of this thread's sequences, as `decodes`
+  bool decodes = false;  // has rows for decode
+  const int64_t units = add_up([&](const QueryRows& queries) {
+    decodes |= queries.rows > 0 && queries.rows <= kDecodeRows;
+    return p.kv_heads * units_per_head(queries, p.window, p.head_dim, longest);
+  });
   const int64_t per_block = max((units + p.blocks - 1) / p.blocks, kMinUnits);
-  if (thread == 0) *plan.header = {p.batch_invariant ? 0 : per_block};
+  const bool cuts = __syncthreads_or(decodes || longest * 100 > per_block * kMostWholePercent) != 0;
+  if (p.batch_invariant || !cuts) {
+    const int64_t row_tiles = add_up([&](const QueryRows& queries) {
+      return int64_t{p.kv_heads} * queries.row_tiles(row_tile(p.head_dim));
+    });
+    if (thread == 0) *plan.header = {0, row_tiles}, *plan.taken() = 0;
+    return;
+  }
+  if (thread == 0) *plan.header = {per_block, 0};
 
-  // Finds the position of a unit, and the number of tiles of its row tile.
-  const auto find = [&](int64_t unit, int& tiles) {
+  // The position of a unit.
+  const auto find = [&](int64_t unit) {
     int64_t low = 0, high = p.seqs - 1;  // the first sequence that ends after it
     while (low < high) {
       const int64_t middle = (low + high) / 2;
@@ -67,36 +88,18 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
     const int64_t before = low > 0 ? plan.ends[low - 1] : 0;
     const int64_t per_head = (plan.ends[low] - before) / p.kv_heads;
     int64_t rest = (unit - before) % per_head;
-    int row_tile = 0;
+    int row_tile = 0, tiles = 0;
     for (; rest >= (tiles = RowTile(queries, row_tile, p.window, p.head_dim).kv_tiles); ++row_tile) rest -= tiles;
     return WorkPosition{static_cast<int32_t>(low), static_cast<int32_t>((unit - before) / per_head), row_tile,
                         static_cast<int32_t>(rest)};
   };
-  // Onwards to where a row tile begins, perhaps one past a head's last; returns the units between.
-  const auto skip_to_row_tile = [](WorkPosition& at, int tiles) {
-    if (at.kv_tile == 0) return 0;
-    const int skipped = tiles - at.kv_tile;
-    ++at.row_tile;
-    at.kv_tile = 0;
-    return skipped;
-  };
-
   for (int block = thread; block < p.blocks; block += threads) {
     plan.arrived[block] = 0;
     plan.counts[block] = 0;
-    int64_t begin = block * per_block, end = min(begin + per_block, units);
+    const int64_t begin = block * per_block;
     if (begin >= units) continue;
-    int tiles = 0;
-    WorkPosition start = find(begin, tiles);
-    if (p.batch_invariant) {
-      begin += skip_to_row_tile(start, tiles);
-      if (end < units) {
-        WorkPosition stop = find(end, tiles);
-        end += skip_to_row_tile(stop, tiles);
-      }
-    }
-    plan.starts[block] = start;
-    plan.counts[block] = static_cast<int32_t>(end - begin);
+    plan.starts[block] = find(begin);
+    plan.counts[block] = static_cast<int32_t>(min(per_block, units - begin));
   }
 }
 

@@ -38,12 +38,10 @@ class PrefillAttention {
     } else {
       loader.copy_panels(p.k_cache, Shared::tile(0));
     }
+    Queries::load_rows(p, item, Shared::queries(), Shared::query_factors());
     cp_async_commit();
-#pragma unroll 4
-    for (int step = 0; step < Queries::kSteps; ++step) {
-      Queries::store(Queries::fetch(p, item, step), step, Shared::queries(), Shared::query_factors());
-    }
-    __syncthreads();
+    if constexpr (kKeepQueries) cp_async_wait<0>();
+    __syncthreads();  // the factors are there, and queries that are kept
     PrefillAttention(p, item).add_tiles(loader);
     __syncthreads();
   }

@@ -42,16 +42,15 @@ class WgmmaPrefillAttention {
       loader.copy(Shared::stage(loader.tile()));
     } else {
       loader.copy_panels(p.k_cache, Shared::tile(0));
-      cp_async_commit();
+    }
+    Queries::load_rows(p, item, Shared::queries(), Shared::query_factors());
+    cp_async_commit();
+    if constexpr (!kQuantized) {
       loader.copy_panels(p.v_cache, Shared::tile(1));
+      cp_async_commit();
     }
     loader.next();
-    cp_async_commit();
-#pragma unroll 8
-    for (int step = 0; step < Queries::kSteps; ++step) {
-      Queries::store(Queries::fetch(p, item, step), step, Shared::queries(), Shared::query_factors());
-    }
-    __syncthreads();
+    __syncthreads();  // the factors are there
     WgmmaPrefillAttention(p, item).add_tiles(loader);
     __syncthreads();
   }

@@ -31,23 +31,30 @@ class QueryLoader {
 
   // This lane's chunk, or both, of its row of a step; zeros past the last row.
   __device__ static Chunk fetch(const PagedAttentionParams& p, const WorkItem& item, int step) {
-    Chunk q{};
     const int row = item.rows.row_begin + row_of(step);
-    if (row >= item.rows.row_end || chunk() >= kChunks) return q;
-    const bool aligned = (reinterpret_cast<uintptr_t>(p.q) % 16 | (p.q_stride * sizeof(T)) % 16) == 0;
-    const int64_t token = item.queries.first_query + row / item.queries.group;
-    const T* from = static_cast<const T*>(p.q) + token * p.q_stride +
-                    (int64_t{item.at.head} * item.queries.group + row % item.queries.group) * kHeadDim + chunk() * 8;
-    for (int own = 0; own < kOwn; ++own) {
-      const T* const part = from + own * kLanes * 8;
-      if (aligned) {
-        const auto eight = load_vector<8>(part);
-        for (int j = 0; j < 8; ++j) q.values[8 * own + j] = eight.values[j];
-      } else {
-        for (int j = 0; j < 8; ++j) q.values[8 * own + j] = part[j];
-      }
+    if (row >= item.rows.row_end || chunk() >= kChunks) return {};
+    const T* const from = chunk_of(p, item, row / item.queries.group, row % item.queries.group);
+    return aligned(p) ? load<true>(from) : load<false>(from);
+  }
+
+  // All rows of a row tile. What needs no conversion may still be under way, in this thread's open group of copies.
+  __device__ static void load_rows(const PagedAttentionParams& p, const WorkItem& item, unsigned char* rows,
+                                   float* factors) {
+    if (!aligned(p)) {
+      load_steps<1>(p, item, [](const T* from) { return load<false>(from); }, rows, factors);
+    } else if constexpr (kConverted) {
+      load_steps<kSteps % 8 == 0 ? 8 : 4>(p, item, [](const T* from) { return load<true>(from); }, rows, factors);
+    } else {
+      for_each_step<4>(p, item, [&](int step, const T* from) {
+        if (kChunks % kLanes != 0 && chunk() >= kChunks) return;
+        const bool exists = from != nullptr;
+        for (int own = 0; own < kOwn; ++own) {
+          const int part = chunk() + own * kLanes;
+          cp_async(rows + panel_offset<kSharedChunks, kRows>(row_of(step), part),
+                   exists ? from + own * kLanes * 8 : static_cast<const T*>(p.q), exists);
+        }
+      });
     }
-    return q;
   }
 
   // Writes it to `rows`, and what it was divided by to `factors`, if it was.
@@ -76,6 +83,60 @@ class QueryLoader {
   }
 
  private:
+  __device__ static bool aligned(const PagedAttentionParams& p) {
+    return (reinterpret_cast<uintptr_t>(p.q) % 16 | (p.q_stride * sizeof(T)) % 16) == 0;
+  }
+
+  // This lane's chunk of a query of the sequence, and a head of the group.
+  __device__ static const T* chunk_of(const PagedAttentionParams& p, const WorkItem& item, int query, int head) {
+    return static_cast<const T*>(p.q) + (item.queries.first_query + int64_t{query}) * p.q_stride +
+           (int64_t{item.at.head} * item.queries.group + head) * kHeadDim + chunk() * 8;
+  }
+
+  template <bool kAligned>
+  __device__ static Chunk load(const T* from) {
+    Chunk q;
+    for (int own = 0; own < kOwn; ++own) {
+      const T* const part = from + own * kLanes * 8;
+      if constexpr (kAligned) {
+        const auto eight = load_vector<8>(part);
+        for (int j = 0; j < 8; ++j) q.values[8 * own + j] = eight.values[j];
+      } else {
+        for (int j = 0; j < 8; ++j) q.values[8 * own + j] = part[j];
+      }
+    }
+    return q;
+  }
+
+  // Calls fn(step, this lane's chunk, or null if it has none).
+  template <int kUnroll, class Fn>
+  __device__ static void for_each_step(const PagedAttentionParams& p, const WorkItem& item, const Fn& fn) {
+    // Divisions are slow: a row's query and head follow from those of the step before.
+    const int group = item.queries.group, first = item.rows.row_begin + row_of(0);
+    const int step_queries = kRowsAtOnce / group, step_heads = kRowsAtOnce - step_queries * group;
+    int query = first / group, head = first - query * group;
+#pragma unroll kUnroll
+    for (int step = 0; step < kSteps; ++step) {
+      const bool exists = first + step * kRowsAtOnce < item.rows.row_end && chunk() < kChunks;
+      fn(step, exists ? chunk_of(p, item, query, head) : nullptr);
+      query += step_queries, head += step_heads;
+      if (head >= group) ++query, head -= group;
+    }
+  }
+
+  // kAtOnce loads do not wait for each other.
+  template <int kAtOnce, class Load>
+  __device__ static void load_steps(const PagedAttentionParams& p, const WorkItem& item, const Load& load,
+                                    unsigned char* rows, float* factors) {
+    static_assert(kSteps % kAtOnce == 0);
+    Chunk q[kAtOnce];
+    for_each_step<kAtOnce>(p, item, [&](int step, const T* from) {
+      q[step % kAtOnce] = from != nullptr ? load(from) : Chunk{};
+      if (step % kAtOnce != kAtOnce - 1) return;
+      for (int i = 0; i < kAtOnce; ++i) store(q[i], step - (kAtOnce - 1) + i, rows, factors);
+    });
+  }
+
   __device__ static void store_chunk(const uint32_t (&words)[4], int chunk, int row, unsigned char* rows) {
     if (chunk >= kSharedChunks) return;
     const auto at = [&](int to) {

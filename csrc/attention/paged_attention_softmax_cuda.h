@@ -99,7 +99,7 @@ class RowSoftmax {
     // A positive factor may wait for the exponential, if it is not so small that times a query's factor it becomes
     // zero. Decode has too few to gain by it.
     const bool multiply = kDecode || p_.softcap > 0.0f || !(p_.scale > 1e-18f);
-    if (multiply) {
+    if (multiply) [[unlikely]] {
       const float before = p_.softcap > 0.0f ? 2.0f / p_.softcap : 1.0f, after = p_.softcap * kLog2e;
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
@@ -115,7 +115,7 @@ class RowSoftmax {
         }
       }
     }
-    if (first + kPositions - 1 > first_position_ || (p_.window > 0 && first <= last_position_ - p_.window)) {
+    if (first + kPositions - 1 > first_position_ || (p_.window > 0 && first <= last_position_ - p_.window)) [[unlikely]] {
       mask(logits, first);
     }
     float maximum[kRowTiles][2];

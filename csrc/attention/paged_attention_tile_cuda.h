@@ -137,15 +137,14 @@ class TileLoader {
     static_assert(kChunks % 8 != 0 || kWarpSize % kLanes == 0);
     const int lane = static_cast<int>(opaque(threadIdx.x) % kWarpSize), lane_row = lane / kLanes,
               lane_chunk = lane % kLanes, slot_bytes = Row::kBytes * p_.kv_heads;
-    const auto* const from =
-        static_cast<const unsigned char*>(cache) + (static_cast<int>(opaque(head_)) * Row::kBytes + lane_chunk * 16);
+    const auto* const from = opaque(static_cast<const unsigned char*>(cache) + (head_ * Row::kBytes + lane_chunk * 16));
     const int place = panel_offset<kChunks, kTile>(warp_row() + lane_row, lane_chunk);
 #pragma unroll
     for (int row = 0; row < kRows; row += kWarpSize / kLanes) {
       const int slot = __shfl_sync(kFullMask, slot_, row + lane_row);
       for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
         cp_async(to + row * 128 + chunk / 8 * (kTile * 128) + (place ^ row % 8 * 16),
-                 from + (int64_t{max(slot, 0)} * slot_bytes + chunk * 16), slot >= 0);
+                 from + (int64_t{slot} * slot_bytes + chunk * 16), slot >= 0);
       }
     }
   }

@@ -3,15 +3,19 @@
 // A sequence's query rows (queries times the heads that share a KV head) are cut into row tiles; a row tile meets its
 // positions in KV tiles, aligned at absolute positions. One row tile and one KV tile are a unit of work. All units lie
 // in one line, ordered by sequence, KV head, row tile and KV tile, and every block does an equal stretch of it
-// ("stream-K"). A batch-invariant plan cuts no row tile: a stretch ends where its last one does. All row tiles are then
-// done in one way, with rows of its own for each warp, so that a row's sums depend on its own positions alone; but one
-// sequence that decodes keeps no more blocks busy than it has KV heads.
+// ("stream-K").
+//
+// A plan that is batch-invariant cuts no row tile, nor does one of prompts whose row tiles are short beside a block's
+// share of the work. A block that is free then takes the next whole row tile, of each sequence the longest first. All
+// row tiles are done in one way, with rows of its own for each warp, so that a row's sums depend on its own positions
+// alone; but one sequence that decodes keeps no more blocks busy than it has KV heads.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/paged_attention.h"
 #include "attention/paged_attention_plan.h"
+#include "common/cuda/ptx.h"
 #include "common/dtype.h"
 
 namespace fastinfer::cuda {
@@ -26,6 +30,7 @@ struct alignas(16) WorkPosition {
 
 struct PlanHeader {
   int64_t units_per_block;  // 0: no row tile is cut
+  int64_t row_tiles;        // of all KV heads, if none is cut
 };
 
 // The plan tensor's parts.
@@ -39,9 +44,17 @@ struct PlanView {
 
   PlanHeader* header;
   WorkPosition* starts;  // [blocks]
-  int64_t* ends;         // [seqs]: units up to and including the sequence
+  int64_t* ends;         // [seqs]: units, or whole row tiles, up to and including the sequence
   uint32_t* arrived;     // [blocks]: partial results of the row tile that block b ends with; 0 between calls
   int32_t* counts;       // [blocks]: units of its stretch
+
+  // If no row tile is cut: those that blocks have taken, and where a block keeps the number of its own for its threads.
+  FASTINFER_HOST_DEVICE uint32_t* taken() const {
+    return arrived;
+  }
+  FASTINFER_HOST_DEVICE int32_t* own() const {
+    return counts;
+  }
 };
 
 // A sequence's query rows; row r is head r % group of query r / group.
@@ -105,11 +118,23 @@ struct WorkItem {
   int tiles;  // KV tiles from at.kv_tile on
 };
 
-// A place in the block's stretch.
+// A place in the block's stretch, or the row tile that the block has taken.
 struct WorkCursor {
   WorkPosition at;
-  int units;  // of the stretch, from here on
+  int units;  // of the stretch, from here on; of a whole row tile, enough
 
+  __device__ static WorkCursor first(const PagedAttentionParams& p) {
+    const PlanView plan(p.plan, p.blocks, p.seqs);
+    if (plan.header->units_per_block == 0) return take(p);
+    WorkCursor cursor{plan.starts[blockIdx.x], plan.counts[blockIdx.x]};
+    cursor.settle(p);
+    return cursor;
+  }
+  // Onwards from a row tile of which so many KV tiles are done. All threads of the block must call it.
+  __device__ void next(const PagedAttentionParams& p, int tiles) {
+    const bool cuts = PlanView(p.plan, p.blocks, p.seqs).header->units_per_block > 0;
+    cuts ? advance(p, tiles) : static_cast<void>(*this = take(p));
+  }
   __device__ bool ended() const {
     return units <= 0;
   }
@@ -129,6 +154,31 @@ struct WorkCursor {
     at.kv_tile = 0;
     ++at.row_tile;
     settle(p);
+  }
+
+ private:
+  // The next row tile that no block has taken.
+  __device__ static WorkCursor take(const PagedAttentionParams& p) {
+    const PlanView plan(p.plan, p.blocks, p.seqs);
+    const auto row_tiles = static_cast<uint32_t>(plan.header->row_tiles);
+    if (threadIdx.x == 0) {
+      const uint32_t number = add_acquire_release(plan.taken(), 1);
+      // Every block finds out once that there are no more; the last one to do so leaves zero.
+      if (number + 1 == row_tiles + gridDim.x) *plan.taken() = 0;
+      plan.own()[blockIdx.x] = static_cast<int32_t>(number);
+    }
+    __syncthreads();
+    const auto number = static_cast<uint32_t>(plan.own()[blockIdx.x]);
+    if (number >= row_tiles) return {{}, 0};
+    int low = 0, high = static_cast<int>(p.seqs) - 1;  // the first sequence that ends after it
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      plan.ends[middle] > number ? high = middle : low = middle + 1;
+    }
+    const int place = static_cast<int>(number - (low > 0 ? plan.ends[low - 1] : 0)), from_last = place / p.kv_heads;
+    const QueryRows queries(p.query_start, p.seq_lens, low, p.q_heads / p.kv_heads);
+    const int last = queries.row_tiles(row_tile(p.head_dim)) - 1;
+    return {{low, place - from_last * p.kv_heads, last - from_last, 0}, INT32_MAX};
   }
 };
 

@@ -135,18 +135,29 @@ constexpr int gemm_table_bytes(WeightFormat format) {
   return format == WeightFormat::kLut ? 256 * 4 * 32 : 0;
 }
 
+// Shared memory of two chunks of a packed weight in 16 bits (gemm_warpgroup_products_cuda.h).
+inline constexpr int kWidenedWeightBytes = 2 * kGemmRows * 64 * 2;
+
+// Whether the GPU has the products of a warpgroup: Hopper alone.
+constexpr bool multiplies_by_warpgroups(const Device& device) {
+  return device.arch == 90;
+}
+
 // Shared memory of a block beside the pipeline. Wide sums leave through a stage.
-constexpr int gemm_fixed_bytes(WeightFormat format, int tokens) {
-  return gemm_table_bytes(format) + (tokens > kMostExactTokens ? 0 : gemm_sums_bytes(gemm_tile(format, tokens)));
+constexpr int gemm_fixed_bytes(WeightFormat format, int tokens, const Device& device) {
+  const bool widens = format != WeightFormat::kDense && multiplies_by_warpgroups(device);
+  const int others =
+      tokens <= kMostExactTokens ? gemm_sums_bytes(gemm_tile(format, tokens)) : widens ? kWidenedWeightBytes : 0;
+  return gemm_table_bytes(format) + others;
 }
 
 inline constexpr int kMostStages = 6, kMostWideStages = 4;
 
 // Stages of each of `resident` blocks on a multiprocessor. The system takes 1 KB of shared memory for each block.
-constexpr int gemm_stages(WeightFormat format, int tokens, int stage_bytes, size_t shared_bytes, int resident) {
-  const int block_bytes = (static_cast<int>(shared_bytes) + 1024) / resident - 1024;
+constexpr int gemm_stages(WeightFormat format, int tokens, int stage_bytes, const Device& device, int resident) {
+  const int block_bytes = (static_cast<int>(device.shared_bytes) + 1024) / resident - 1024;
   const int most = tokens > kMostExactTokens ? kMostWideStages : kMostStages;
-  return std::min(most, (block_bytes - gemm_fixed_bytes(format, tokens)) / stage_bytes);
+  return std::min(most, (block_bytes - gemm_fixed_bytes(format, tokens, device)) / stage_bytes);
 }
 
 struct GemmPlan {
@@ -220,7 +231,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
 
   // Two blocks share a multiprocessor where both have three stages, unless it then has to do more of the work.
   const auto stages = [&](int resident) {
-    return gemm_stages(format, tokens, plan.stage_bytes, device.shared_bytes, resident);
+    return gemm_stages(format, tokens, plan.stage_bytes, device, resident);
   };
   const auto rounds = [&](int resident) {
     return up(uncut ? units : total, int64_t{device.multiprocessors} * resident) * resident;
@@ -228,7 +239,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   const bool two = gemm_resident(format, tokens) == 2 && stages(2) >= 3 && rounds(2) <= rounds(1);
   const int resident = two ? 2 : 1;
   plan.stages = stages(resident);
-  const auto shared = static_cast<size_t>(plan.stages * plan.stage_bytes + gemm_fixed_bytes(format, tokens));
+  const auto shared = static_cast<size_t>(plan.stages * plan.stage_bytes + gemm_fixed_bytes(format, tokens, device));
   plan.launch = {.grid = 0, .block = tile.threads(), .shared_bytes = shared, .dependent = true};
   if (plan.units == 0 || plan.chunks == 0) return plan;
 

@@ -137,7 +137,8 @@ class GemmWarpProducts {
       }
     } else {
       f = weight.template fragments<kChunk>(stage + weight_place, r, block);
-      scales.apply(f, s, r);
+      scales.apply(f.a[0], s, r);
+      scales.apply(f.a[1], s, r);
     }
     return f;
   }

@@ -1,19 +1,19 @@
 // The products of a chunk by wgmma (gemm/gemm_wide_kernel_cuda.h), on Hopper. Each of two warpgroups multiplies 64
 // weight rows, the M side, by all tokens, 16 inputs at a time.
 //
-// Dense weights come from shared memory as they are, as the tokens do. A chunk's products are under way until the next
-// chunk's have been issued, so the tensor cores do not wait for the barrier between them; and the stage of a chunk is
-// free one chunk later than with mma:
+// Both come from shared memory, dense weights as they are. A chunk's products are under way until the next chunk's have
+// been issued, so the tensor cores do not wait for the barrier between them; and the stage of a chunk is free one chunk
+// later than with mma:
 //
 //   chunk              i - 1                     i                        i + 1
 //   tensor cores   |   products of i - 2 ... | products of i - 1 ...  | products of i ...
 //   warps          issue i - 1, copy, wait   issue i, copy, wait      issue i + 1, copy, wait
 //                              for i - 2                  for i - 1                  for i
 //
-// Packed weights become 16-bit fragments in registers (gemm/gemm_warp_products_cuda.h), each warp's 16 rows, which are
-// then exchanged between lanes: wgmma takes the inputs of the tokens in their order, and with them those of the weight.
-// The products are waited for at once: ptxas 13.0 gives the registers of fragments away while products read them. One
-// warpgroup makes fragments while the other one's products are under way.
+// Of a packed weight, each warp writes its 16 rows in 16 bits (gemm/gemm_warp_products_cuda.h) to one of two places in
+// shared memory behind the stages, before the products of a chunk are issued and while those of the chunk before read
+// the other place. (Fragments in registers would have to be waited for: ptxas 13.0 gives their registers away while
+// products read them.)
 #pragma once
 
 #include "common/cuda/wgmma.h"
@@ -28,17 +28,23 @@ class GemmWarpgroupProducts {
   using Params = typename Weight::Params;
   using Shape = GemmWideShape<Weight::kFormat, kTokens>;
   static constexpr int kGroupRows = 64, kStepInputs = 16, kSteps = Shape::kChunk / kStepInputs;
+  static constexpr int kTableBytes = gemm_table_bytes(Weight::kFormat);
+  static constexpr int kWidenedBytes = kGemmRows * Shape::kRowBytes;  // of a chunk
 
  public:
   using Epilogue = GemmEpilogue<T, kTokens, kGemmRowTiles, 1, 1, kGrouped, kTokens / 8 / 4>;
   static_assert(Epilogue::kSharedBytes <= Shape::kStage.scales);  // the sums leave through a stage
-  static constexpr int kFreedBehind = Shape::kDense ? 2 : 1;
+  static constexpr int kFreedBehind = 2;
   static_assert(Shape::kStage.x % 1024 == 0);  // as are stages
+  static_assert(Shape::kDense || 2 * kWidenedBytes == kWidenedWeightBytes);
 
   typename Epilogue::Sums sums;
 
   __device__ explicit GemmWarpgroupProducts(const Params& p)
-      : weight(p), scales(p, warp()), weight_place(opaque(lane_weight())) {}
+      : weight(p),
+        scales(p, warp()),
+        widened(kTableBytes + p.plan.stages * p.plan.stage_bytes),
+        one_group(p.plan.chunk_groups <= 1) {}
 
   __device__ void begin_unit(int /*tokens*/) {
     sums = {};
@@ -53,11 +59,25 @@ class GemmWarpgroupProducts {
   // Issues a chunk's products. Another chunk is copied meanwhile.
   template <class StartCopy>
   __device__ void add(const unsigned char* stage, int chunk, StartCopy&& start_copy) {
-    if constexpr (Shape::kDense) {
-      add_dense(stage, start_copy);
-    } else {
-      add_packed(stage, chunk, start_copy);
+    const unsigned char* rows = stage;
+    if constexpr (!Shape::kDense) {
+      unsigned char* const to = dynamic_shared() + widened + chunk % 2 * kWidenedBytes;
+      widen(stage, chunk, to);
+      fence_async_shared();
+      named_barrier(1 + group(), kGroupThreads);
+      rows = to;
     }
+    const uint64_t a = wgmma_matrix(rows + group() * kGroupRows * Shape::kRowBytes);
+    const uint64_t b = wgmma_matrix(stage + Shape::kStage.x);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int place = i * kStepInputs * 2 / 16;
+      wgmma<T, kTokens>(registers(), a + place, b + place);
+    }
+    wgmma_commit();
+    start_copy();
+    wgmma_wait<1>();
   }
 
   __device__ void finish_unit() {
@@ -65,72 +85,46 @@ class GemmWarpgroupProducts {
   }
 
  private:
+  static constexpr int kGroupThreads = 128;
+
   const Weight weight;
   const GemmWideScales<Weight, T, 1> scales;
-  const unsigned weight_place;
+  const int widened;     // the place in shared memory of widened weights
+  const bool one_group;  // all of a chunk's weights of a row have one scale
 
   __device__ static int warp() {
     return threadIdx.x / kWarpSize;
   }
-
-  // The place of the lane's part of the warp's rows of a packed weight.
-  __device__ static unsigned lane_weight() {
-    if constexpr (Shape::kDense) {
-      return 0;
-    } else {
-      return Weight::template place<Shape::kChunk>(warp(), 0) + Weight::template lane_place<Shape::kChunk>();
-    }
+  __device__ static int group() {
+    return threadIdx.x / kGroupThreads;
   }
 
   __device__ float (&registers()) [kTokens / 2] { return reinterpret_cast<float (&)[kTokens / 2]>(sums.value); }
 
-  template <class StartCopy>
-  __device__ void add_dense(const unsigned char* stage, StartCopy&& start_copy) {
-    const uint64_t x = wgmma_matrix(stage + Shape::kStage.x);
-    const uint64_t rows = wgmma_matrix(stage + warp() / 4 * kGroupRows * Shape::kRowBytes);
-    wgmma_fence();
+  // Writes the warp's rows of a chunk as scale * q + min in 16 bits. A lane has 4 of 16 inputs of two rows. Lanes take
+  // the chunk's four sixteens in different orders, so that those which write at the same time meet different banks.
+  __device__ void widen(const unsigned char* stage, int chunk, unsigned char* to) const
+    requires(!Shape::kDense)
+  {
+    constexpr int kLaneBytes = Weight::kBlockBytes / 64;  // of 16 inputs
+    const unsigned lane = opaque(threadIdx.x) % kWarpSize, g = lane / 4, t = lane % 4, first = g % 4;
+    const unsigned row_place = (warp() * kTileRows + g) * Shape::kRowBytes,
+                   place = (first ^ g / 2) * 32 + (t / 2 ^ g % 2) * 16 + t % 2 * 8;
+    const unsigned from = Weight::template place<Shape::kChunk>(warp(), first / 2) +
+                          Weight::template lane_place<Shape::kChunk>() + first % 2 * kLaneBytes;
+    const auto load_scales = [&](int block) {
+      return scales.load(stage + Shape::kStage.scales, chunk * Shape::kBlocks, block);
+    };
+    auto s = load_scales(0);
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int place = i * kStepInputs * 2 / 16;
-      wgmma<T, kTokens>(registers(), rows + place, x + place);
-    }
-    wgmma_commit();
-    start_copy();
-    wgmma_wait<1>();
-  }
-
-  template <class StartCopy>
-  __device__ void add_packed(const unsigned char* stage, int chunk, StartCopy&& start_copy) {
-    start_copy();
-    const uint64_t x = wgmma_matrix(stage + Shape::kStage.x);
-    uint32_t a[kSteps][4];
-#pragma unroll
-    for (int block = 0; block < Shape::kBlocks; ++block) {
-      Fragments f = weight.template fragments<Shape::kChunk>(stage + weight_place, 0, block);
-      scales.apply(f, scales.load(stage + Shape::kStage.scales, chunk * Shape::kBlocks, block), 0);
-      to_order_of_inputs(f.a[0], a[block * 2]);
-      to_order_of_inputs(f.a[1], a[block * 2 + 1]);
-    }
-    wgmma_fence(a);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      wgmma<T, kTokens, false>(registers(), a[i], x + i * kStepInputs * 2 / 16);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-  }
-
-  // With pairs of inputs numbered 0 .. 7, lane t of four has pairs 2t and 2t + 1 of a row in a[0] and a[2], and needs t
-  // and t + 4. In each of two exchanges a lane gives one of its pairs to one lane.
-  __device__ static void to_order_of_inputs(const uint32_t (&a)[4], uint32_t (&to)[4]) {
-    const int t = threadIdx.x % 4, source = t % 2 * 2 + t / 2;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const uint32_t first = t < 2 ? a[row] : a[row + 2], second = t < 2 ? a[row + 2] : a[row];
-      const uint32_t one = __shfl_sync(0xffffffffu, first, source, 4);
-      const uint32_t other = __shfl_sync(0xffffffffu, second, source ^ 2, 4);
-      to[row] = t % 2 == 0 ? one : other;
-      to[row + 2] = t % 2 == 0 ? other : one;
+    for (int step = 0; step < kSteps; ++step) {
+      if (!one_group) s = load_scales(static_cast<int>(first ^ step) / 2);
+      uint32_t a[4];
+      weight.sixteen(stage + (from ^ (step / 2 * Weight::kBlockBytes | step % 2 * kLaneBytes)), a);
+      scales.apply(a, s, 0);
+      unsigned char* const at = to + row_place + (place ^ step * 32);
+      *reinterpret_cast<uint2*>(at) = make_uint2(a[0], a[2]);
+      *reinterpret_cast<uint2*>(at + 8 * Shape::kRowBytes) = make_uint2(a[1], a[3]);
     }
   }
 };

@@ -5,8 +5,8 @@
 // rows of 128 bytes in shared memory, swizzled. Eight warps multiply a chunk by mma (gemm/gemm_warp_products_cuda.h)
 // or, on Hopper, by wgmma (gemm/gemm_warpgroup_products_cuda.h).
 //
-// There are at least three stages. Copies to shared memory (gemm/gemm_wide_copy_cuda.h) run ahead by all but one, with
-// dense weights on Hopper by all but two, also from one unit to the next. The stage of a unit's last chunk then serves
+// There are at least three stages. Copies to shared memory (gemm/gemm_wide_copy_cuda.h) run ahead by all but one, on
+// Hopper by all but two, also from one unit to the next. The stage of a unit's last chunk then serves
 // for the sums on their way out.
 #pragma once
 

@@ -35,12 +35,10 @@ class GemmWideScales {
     return s;
   }
 
-  // Scales the exact fragments of the r-th row tile.
-  __device__ static void apply(Fragments& f, const Scales& s, int r) {
+  // Scales the exact fragments of 16 inputs of the r-th row tile.
+  __device__ static void apply(uint32_t (&a)[4], const Scales& s, int r) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      f.a[i / 4][i % 4] = fma2<T>(f.a[i / 4][i % 4], s.scale[r][i % 2], s.min[r][i % 2]);
-    }
+    for (int i = 0; i < 4; ++i) a[i] = fma2<T>(a[i], s.scale[r][i % 2], s.min[r][i % 2]);
   }
 
  private:

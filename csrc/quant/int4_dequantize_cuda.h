@@ -33,6 +33,11 @@ struct Int4Weight : PackedWeight<WeightFormat::kInt4, QuantizedGemmParams> {
     return f;
   }
 
+  // Of 16 inputs, from the lane's bytes of them.
+  __device__ void sixteen(const unsigned char* bytes, uint32_t (&a)[4]) const {
+    unpack(*reinterpret_cast<const uint32_t*>(bytes), a);
+  }
+
  private:
   __device__ void unpack(uint32_t q, uint32_t (&a)[4]) const {
     if constexpr (std::is_same_v<T, __half>) {

@@ -17,17 +17,26 @@ struct Int8Weight : PackedWeight<WeightFormat::kInt8, QuantizedGemmParams> {
   template <int kChunk>
   __device__ Fragments fragments(const unsigned char* lane_bytes, int row_tile, int block) const {
     const uint4 q = *reinterpret_cast<const uint4*>(lane_bytes + this->template place<kChunk>(row_tile, block));
-    const uint32_t words[4] = {q.x, q.y, q.z, q.w};
     Fragments f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      f.a[i / 2][i % 2] = pair(words[i], 0x4140);
-      f.a[i / 2][i % 2 + 2] = pair(words[i], 0x4342);
-    }
+    unpack({q.x, q.y}, f.a[0]);
+    unpack({q.z, q.w}, f.a[1]);
     return f;
   }
 
+  // Of 16 inputs, from the lane's bytes of them.
+  __device__ void sixteen(const unsigned char* bytes, uint32_t (&a)[4]) const {
+    unpack(*reinterpret_cast<const uint2*>(bytes), a);
+  }
+
  private:
+  // Of rows g and g + 8.
+  __device__ static void unpack(uint2 q, uint32_t (&a)[4]) {
+    a[0] = pair(q.x, 0x4140);
+    a[1] = pair(q.y, 0x4140);
+    a[2] = pair(q.x, 0x4342);
+    a[3] = pair(q.y, 0x4342);
+  }
+
   // Two bytes of q as floats; `selector` brings them to the lower halves of the word.
   __device__ static uint32_t pair(uint32_t q, uint32_t selector) {
     if constexpr (std::is_same_v<T, __half>) {

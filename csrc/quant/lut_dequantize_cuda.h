@@ -36,6 +36,11 @@ struct LutWeight : PackedWeight<WeightFormat::kLut, LutGemmParams> {
     return f;
   }
 
+  // Of 16 inputs, from the lane's bytes of them.
+  __device__ void sixteen(const unsigned char* bytes, uint32_t (&a)[4]) const {
+    look_up(*reinterpret_cast<const uint32_t*>(bytes), a);
+  }
+
  private:
   __device__ void look_up(uint32_t q, uint32_t (&a)[4]) const {
     const uint32_t shifted[4] = {q << 7, q >> 1, q >> 9, q >> 17};

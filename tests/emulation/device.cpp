@@ -5,11 +5,18 @@
 #include <new>
 
 #include "common/cuda/arrival_counters.h"
+#include "common/cuda/wgmma.h"
 
 namespace fastinfer::cuda {
 namespace {
 
-Device emulated{.arch = 80, .multiprocessors = 6, .shared_bytes = 163 * 1024};
+// Kernels that multiply by warpgroups are a Hopper's, whichever GPU they are to run on.
+Device emulate(Device device) {
+  if (kHasWgmma) device.arch = 90, device.shared_bytes = 227 * 1024;
+  return device;
+}
+
+Device emulated = emulate({.arch = 80, .multiprocessors = 6, .shared_bytes = 163 * 1024});
 
 }  // namespace
 
@@ -33,5 +40,6 @@ uint32_t* arrival_counters(void* /*stream*/, int64_t count) {
 }  // namespace fastinfer::cuda
 
 void emulation_set_device(int arch, int multiprocessors, size_t shared_bytes) {
-  fastinfer::cuda::emulated = {.arch = arch, .multiprocessors = multiprocessors, .shared_bytes = shared_bytes};
+  using namespace fastinfer::cuda;
+  emulated = emulate({.arch = arch, .multiprocessors = multiprocessors, .shared_bytes = shared_bytes});
 }

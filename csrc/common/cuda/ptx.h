@@ -29,9 +29,11 @@ __device__ inline uint32_t shared_address(const void* p) {
 // Copies 16 bytes from global to shared memory past the L1, asynchronously; both addresses are 16-byte aligned. With
 // valid = false nothing is read and zeros are written, as by the instruction's source size.
 __device__ inline void cp_async(void* shared, const void* global, bool valid = true) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(detail::shared_address(shared)), "l"(global),
-               "r"(valid ? 16 : 0)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred invalid;\nsetp.eq.s32 invalid, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, invalid;\n}" ::"r"(
+          detail::shared_address(shared)),
+      "l"(global), "r"(static_cast<int>(valid))
+      : "memory");
 }
 
 // The same, 4 or 8 bytes at a time, for rows that are not 16-byte aligned.
@@ -197,6 +199,11 @@ __device__ inline float exp2_approx(float x) {
 // of once before a loop and kept in registers that the loop needs.
 __device__ inline unsigned opaque(unsigned value) {
   asm volatile("" : "+r"(value));
+  return value;
+}
+template <class T>
+__device__ const T* opaque(const T* value) {
+  asm volatile("" : "+l"(value));
   return value;
 }
 

@@ -173,6 +173,10 @@ inline float exp2_approx(float x) {
 inline unsigned opaque(unsigned value) {
   return value;
 }
+template <class T>
+const T* opaque(const T* value) {
+  return value;
+}
 
 // ---- between blocks and grids ----
 
