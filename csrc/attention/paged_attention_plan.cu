@@ -69,9 +69,8 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
   const int64_t per_block = max((units + p.blocks - 1) / p.blocks, kMinUnits);
   const bool cuts = __syncthreads_or(decodes || longest * 100 > per_block * kMostWholePercent) != 0;
   if (p.batch_invariant || !cuts) {
-    const int64_t row_tiles = add_up([&](const QueryRows& queries) {
-      return int64_t{p.kv_heads} * queries.row_tiles(row_tile(p.head_dim));
-    });
+    const int64_t row_tiles =
+        add_up([&](const QueryRows& queries) { return int64_t{p.kv_heads} * queries.row_tiles(row_tile(p.head_dim)); });
     if (thread == 0) *plan.header = {0, row_tiles}, *plan.taken() = 0;
     return;
   }

@@ -115,7 +115,8 @@ class RowSoftmax {
         }
       }
     }
-    if (first + kPositions - 1 > first_position_ || (p_.window > 0 && first <= last_position_ - p_.window)) [[unlikely]] {
+    if (first + kPositions - 1 > first_position_ || (p_.window > 0 && first <= last_position_ - p_.window))
+        [[unlikely]] {
       mask(logits, first);
     }
     float maximum[kRowTiles][2];

@@ -46,6 +46,9 @@ struct GemmEpilogue {
   static constexpr int kWarpTokens = 8 * kSliceTiles, kSliceTokens = kWarpTokens * kWarpsTokens;  // of a slice
   static constexpr int kSumsFloats = kWarpsInputs * kSliceTokens * kSumsStride;
   static constexpr int kSharedBytes = kSumsFloats * 4;
+  // Vectors of a cut unit that a thread has at a time: their loads do not wait for each other. Of few, a part of a
+  // vector does not wait for the part before.
+  static constexpr int kAtOnce = kTokens > kMostExactTokens ? 4 : 1;
 
   // The sums of a lane: mma's d for each row tile and eight tokens.
   struct Sums {
@@ -88,7 +91,10 @@ struct GemmEpilogue {
         if (cut) {
           keep_sums(slice_token, token, vector);
         } else {
-          finish<false>(slice_token, token, vector);
+          const int row = first_row_of(vector);
+          Vector8 up;
+          if (gated()) up = load_shared(slice_token, row + kTileRows);
+          finish(token, vector, load_shared(slice_token, row), up);
         }
       }
       __syncthreads();
@@ -163,13 +169,16 @@ struct GemmEpilogue {
     return v;
   }
 
-  __device__ Vector8 load_slots(int token, int row) const {
-    Vector8 v;
-#pragma unroll 4  // loads at once
+  // Of several vectors, from all workers' slots.
+  __device__ void load_slots(const int (&tokens)[kAtOnce], const int (&rows)[kAtOnce], Vector8 (&v)[kAtOnce]) const {
+#pragma unroll kAtOnce == 1 ? 4 : 1
     for (int i = 0; i < pieces; ++i) {
-      v.add(slot(first_worker + i) + token * kSumsStride, row, [](const float4* at) { return __ldcg(at); });
+      const float* const from = slot(first_worker + i);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        v[j].add(from + tokens[j] * kSumsStride, rows[j], [](const float4* at) { return __ldcg(at); });
+      }
     }
-    return v;
   }
 
   __device__ void keep_sums(int slice_token, int token, int vector) const {
@@ -187,29 +196,47 @@ struct GemmEpilogue {
   __device__ void gather() const {
     const int tokens = static_cast<int>(min(end_token() - first_token(), int64_t{kTokens}));
     const int vectors = kGemmRows / kWidth / (gated() ? 2 : 1);
+    const int count = tokens * vectors;
 #pragma unroll 1
-    for (int i = thread; i < tokens * vectors; i += kThreads) finish<true>(0, i / vectors, i % vectors);
+    for (int first = thread; first < count; first += kAtOnce * kThreads) {
+      int token[kAtOnce], vector[kAtOnce], row[kAtOnce], up_row[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = min(first + j * kThreads, count - 1);  // behind the last one it comes again
+        token[j] = i / vectors, vector[j] = i % vectors;
+        row[j] = first_row_of(vector[j]), up_row[j] = row[j] + kTileRows;
+      }
+      Vector8 v[kAtOnce], up[kAtOnce];
+      load_slots(token, row, v);
+      if (gated()) load_slots(token, up_row, up);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j * kThreads < count) finish(token[j], vector[j], v[j], up[j]);
+      }
+    }
   }
 
-  // Sums of eight rows from `row` of the unit on, with their bias.
-  template <bool kFromSlots>
-  __device__ Vector8 biased(int slice_token, int token, int row) const {
-    Vector8 v = kFromSlots ? load_slots(token, row) : load_shared(slice_token, row);
+  // The row of the unit that a vector of the output begins with. With an activation, 16 rows of the gate alternate with
+  // 16 rows of up.
+  __device__ int first_row_of(int vector) const {
+    return gated() ? vector / 2 * 2 * kTileRows + vector % 2 * kWidth : vector * kWidth;
+  }
+
+  // Adds the bias to sums of eight rows from `row` of the unit on.
+  __device__ void add_bias(Vector8& v, int row) const {
     const int64_t first = first_row() + row, bias = kGrouped ? at.expert_tile.expert * p.n + first : first;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       if (p.bias.data != nullptr && first + i < p.n) v.values[i] += vector_arg<T>(p.bias, bias + i);
     }
-    return v;
   }
 
-  template <bool kFromSlots>
-  __device__ void finish(int slice_token, int token, int vector) const {
-    // With an activation, 16 rows of the gate alternate with 16 rows of up.
-    const int row = gated() ? vector / 2 * 2 * kTileRows + vector % 2 * kWidth : vector * kWidth;
-    Vector8 v = biased<kFromSlots>(slice_token, token, row);
+  // From sums to the output. `up` is used with an activation.
+  __device__ void finish(int token, int vector, Vector8 v, Vector8 up) const {
+    const int row = first_row_of(vector);
+    add_bias(v, row);
     if (gated()) {
-      const Vector8 up = biased<kFromSlots>(slice_token, token, row + kTileRows);
+      add_bias(up, row + kTileRows);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v.values[i] = activate_and_mul(p.activation, v.values[i], up.values[i]);
     }

@@ -146,8 +146,9 @@ constexpr bool multiplies_by_warpgroups(const Device& device) {
 // Shared memory of a block beside the pipeline. Wide sums leave through a stage.
 constexpr int gemm_fixed_bytes(WeightFormat format, int tokens, const Device& device) {
   const bool widens = format != WeightFormat::kDense && multiplies_by_warpgroups(device);
-  const int others =
-      tokens <= kMostExactTokens ? gemm_sums_bytes(gemm_tile(format, tokens)) : widens ? kWidenedWeightBytes : 0;
+  const int others = tokens <= kMostExactTokens ? gemm_sums_bytes(gemm_tile(format, tokens))
+                     : widens                   ? kWidenedWeightBytes
+                                                : 0;
   return gemm_table_bytes(format) + others;
 }
 
@@ -230,9 +231,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   const bool uncut = batch_invariant || experts > 0;
 
   // Two blocks share a multiprocessor where both have three stages, unless it then has to do more of the work.
-  const auto stages = [&](int resident) {
-    return gemm_stages(format, tokens, plan.stage_bytes, device, resident);
-  };
+  const auto stages = [&](int resident) { return gemm_stages(format, tokens, plan.stage_bytes, device, resident); };
   const auto rounds = [&](int resident) {
     return up(uncut ? units : total, int64_t{device.multiprocessors} * resident) * resident;
   };

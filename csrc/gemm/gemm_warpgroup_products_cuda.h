@@ -44,7 +44,9 @@ class GemmWarpgroupProducts {
       : weight(p),
         scales(p, warp()),
         widened(kTableBytes + p.plan.stages * p.plan.stage_bytes),
-        one_group(p.plan.chunk_groups <= 1) {}
+        weight_place(opaque(lane_weight())),
+        widened_place(opaque(lane_widened())),
+        one_scale(scales.has_one()) {}
 
   __device__ void begin_unit(int /*tokens*/) {
     sums = {};
@@ -86,11 +88,16 @@ class GemmWarpgroupProducts {
 
  private:
   static constexpr int kGroupThreads = 128;
+  static constexpr int kBlockBytes = kTileRows * kBlockInputs * Shape::kPackedBits / 8;
+  static constexpr int kLaneBytes = kBlockBytes / 64;                // of 16 inputs
+  static constexpr int kOrderBit = Shape::kPackedBits == 4 ? 2 : 1;  // by which half a warp's rows are told apart
 
   const Weight weight;
   const GemmWideScales<Weight, T, 1> scales;
-  const int widened;     // the place in shared memory of widened weights
-  const bool one_group;  // all of a chunk's weights of a row have one scale
+  const int widened;             // the place in shared memory of widened weights
+  const unsigned weight_place;   // of the lane's first packed bytes, in a stage
+  const unsigned widened_place;  // of the same in 16 bits
+  const bool one_scale;          // a row of a chunk has one scale, in fp16
 
   __device__ static int warp() {
     return threadIdx.x / kWarpSize;
@@ -101,30 +108,56 @@ class GemmWarpgroupProducts {
 
   __device__ float (&registers()) [kTokens / 2] { return reinterpret_cast<float (&)[kTokens / 2]>(sums.value); }
 
-  // Writes the warp's rows of a chunk as scale * q + min in 16 bits. A lane has 4 of 16 inputs of two rows. Lanes take
-  // the chunk's four sixteens in different orders, so that those which write at the same time meet different banks.
-  __device__ void widen(const unsigned char* stage, int chunk, unsigned char* to) const
-    requires(!Shape::kDense)
-  {
-    constexpr int kLaneBytes = Weight::kBlockBytes / 64;  // of 16 inputs
-    const unsigned lane = opaque(threadIdx.x) % kWarpSize, g = lane / 4, t = lane % 4, first = g % 4;
-    const unsigned row_place = (warp() * kTileRows + g) * Shape::kRowBytes,
-                   place = (first ^ g / 2) * 32 + (t / 2 ^ g % 2) * 16 + t % 2 * 8;
-    const unsigned from = Weight::template place<Shape::kChunk>(warp(), first / 2) +
-                          Weight::template lane_place<Shape::kChunk>() + first % 2 * kLaneBytes;
-    const auto load_scales = [&](int block) {
-      return scales.load(stage + Shape::kStage.scales, chunk * Shape::kBlocks, block);
-    };
-    auto s = load_scales(0);
+  // The chunk's four sixteens of inputs come in an order that depends on the row g of a tile: rows that a warp reads or
+  // writes at the same time then meet different banks.
+  __device__ static unsigned first_sixteen() {
+    const unsigned g = threadIdx.x % kWarpSize / 4;
+    return (g ^ (g >> kOrderBit) % 2) % 4;
+  }
+  // The lane's bytes of its first sixteen, in a stage.
+  __device__ static unsigned lane_weight() {
+    if constexpr (Shape::kDense) {
+      return 0;
+    } else {
+      return Weight::template place<Shape::kChunk>(warp(), first_sixteen() / 2) +
+             Weight::template lane_place<Shape::kChunk>() + first_sixteen() % 2 * kLaneBytes;
+    }
+  }
+  // Where their 16 bits go: a lane has 4 of 16 inputs of rows g and g + 8.
+  __device__ static unsigned lane_widened() {
+    const unsigned g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+    return (warp() * kTileRows + g) * Shape::kRowBytes +
+           ((first_sixteen() * 32 + t * 8) ^ matrix_swizzle(Shape::kRowBytes, g));
+  }
+
+  // Writes the warp's rows of a chunk as scale * q + min in 16 bits.
+  __device__ void widen(const unsigned char* stage, int chunk, unsigned char* to) const {
+    const unsigned char* const chunk_scales = stage + Shape::kStage.scales;
+    if (one_scale) {
+      const auto s = scales.load_one(chunk_scales);
+      widen_steps(stage, to, [&](int) { return s; });
+    } else {
+      widen_steps(stage, to, [&](int step) {
+        const int block = static_cast<int>(first_sixteen() ^ step) / 2;
+        return scales.load(chunk_scales, chunk * Shape::kBlocks, block);
+      });
+    }
+  }
+
+  template <class LoadScales>
+  __device__ void widen_steps(const unsigned char* stage, unsigned char* to, const LoadScales& load_scales) const {
+    // Of the places, a step changes bits that are the sixteen's alone.
+    uint32_t a[kSteps][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (!one_group) s = load_scales(static_cast<int>(first ^ step) / 2);
-      uint32_t a[4];
-      weight.sixteen(stage + (from ^ (step / 2 * Weight::kBlockBytes | step % 2 * kLaneBytes)), a);
-      scales.apply(a, s, 0);
-      unsigned char* const at = to + row_place + (place ^ step * 32);
-      *reinterpret_cast<uint2*>(at) = make_uint2(a[0], a[2]);
-      *reinterpret_cast<uint2*>(at + 8 * Shape::kRowBytes) = make_uint2(a[1], a[3]);
+      weight.sixteen(stage + (weight_place ^ (step / 2 * kBlockBytes | step % 2 * kLaneBytes)), a[step]);
+      scales.apply(a[step], load_scales(step), 0);
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      unsigned char* const at = to + (widened_place ^ step * 32);
+      *reinterpret_cast<uint2*>(at) = make_uint2(a[step][0], a[step][2]);
+      *reinterpret_cast<uint2*>(at + 8 * Shape::kRowBytes) = make_uint2(a[step][1], a[step][3]);
     }
   }
 };

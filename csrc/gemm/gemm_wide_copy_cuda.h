@@ -13,6 +13,7 @@ namespace fastinfer::cuda {
 template <WeightFormat kFormat, int kTokens>
 struct GemmWideShape {
   static constexpr bool kDense = kFormat == WeightFormat::kDense;
+  static constexpr int kPackedBits = packed_bits(kFormat);
   static constexpr GemmTile kTile = wide_tile(kTokens);
   static constexpr int kThreads = kTile.threads(), kChunk = kTile.chunk, kBlocks = kTile.blocks();
   static constexpr int kRowBytes = kChunk * 2;  // of tokens and dense weights
@@ -98,7 +99,7 @@ class GemmWideCopy {
   int64_t scales_from;
 
   // A packed chunk: each row tile's blocks lie together.
-  static constexpr int kBlockBytes = kTileRows * kBlockInputs * packed_bits(Weight::kFormat) / 8;
+  static constexpr int kBlockBytes = kTileRows * kBlockInputs * Shape::kPackedBits / 8;
   static constexpr int kTilePieces = kBlocks * kBlockBytes / 16, kTileStep = kThreads / kTilePieces;
 
   __device__ int row_tiles() const {

@@ -35,6 +35,20 @@ class GemmWideScales {
     return s;
   }
 
+  // Whether a row has one scale in a chunk, in fp16; and that of a chunk.
+  __device__ bool has_one() const {
+    if constexpr (kDense)
+      return false;
+    else
+      return p.plan.chunk_groups == 1 && p.weight.scale_dtype == DType::kFloat16;
+  }
+  __device__ Scales load_one(const unsigned char* chunk_scales) const {
+    Scales s{};
+    load_rows_of<__half>(chunk_scales, 0, s.scale);
+    if (p.weight.mins != nullptr) load_rows_of<__half>(chunk_scales + kScaleBytes, 0, s.min);
+    return s;
+  }
+
   // Scales the exact fragments of 16 inputs of the r-th row tile.
   __device__ static void apply(uint32_t (&a)[4], const Scales& s, int r) {
 #pragma unroll
@@ -46,22 +60,22 @@ class GemmWideScales {
   const unsigned place;  // of this lane's first scale in a stage's, an index
 
   __device__ void load_rows(const unsigned char* scales, int group, uint32_t (&to)[kRowTiles][2]) const {
-    const int stride = p.plan.chunk_groups * kTileRows;
-    const unsigned first = place + group * kTileRows;
-    const auto load = [&]<class S>(const S* from) {
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float scale = to_float(from[first + r * stride + i * 8]);
-          to[r][i] = pack2<T>(scale, scale);
-        }
-      }
-    };
     if (p.weight.scale_dtype == DType::kFloat16) {
-      load(reinterpret_cast<const __half*>(scales));
+      load_rows_of<__half>(scales, group, to);
     } else {
-      load(reinterpret_cast<const float*>(scales));
+      load_rows_of<float>(scales, group, to);
+    }
+  }
+  template <class S>
+  __device__ void load_rows_of(const unsigned char* scales, int group, uint32_t (&to)[kRowTiles][2]) const {
+    const auto* const from = reinterpret_cast<const S*>(scales) + (place + group * kTileRows);
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float scale = to_float(from[r * p.plan.chunk_groups * kTileRows + i * 8]);
+        to[r][i] = pack2<T>(scale, scale);
+      }
     }
   }
 };

@@ -30,8 +30,8 @@ __device__ inline uint32_t shared_address(const void* p) {
 // valid = false nothing is read and zeros are written, as by the instruction's source size.
 __device__ inline void cp_async(void* shared, const void* global, bool valid = true) {
   asm volatile(
-      "{\n.reg .pred invalid;\nsetp.eq.s32 invalid, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, invalid;\n}" ::"r"(
-          detail::shared_address(shared)),
+      "{\n.reg .pred invalid;\nsetp.eq.s32 invalid, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, invalid;\n}" ::
+          "r"(detail::shared_address(shared)),
       "l"(global), "r"(static_cast<int>(valid))
       : "memory");
 }
