@@ -25,7 +25,7 @@ class WgmmaPrefillAttention {
   using Factors = CodeFactors<T, kKind>;
   using Key = KeyProduct<T, kKind>;
   using Value = ValueProduct<T, kKind>;
-  using Softmax = RowSoftmax<1, false, !std::is_same_v<T, Key>>;
+  using Softmax = RowSoftmax<1, false, !std::is_same_v<T, Key>, 1, !Row::kScaled>;
   static constexpr bool kQuantized = Shared::kQuantized;
   static constexpr int kRows = row_tile(kHeadDim), kTile = kv_tile(kHeadDim);
   static constexpr int kTileRows = 64;  // of a product

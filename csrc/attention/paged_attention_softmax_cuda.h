@@ -64,9 +64,12 @@ struct Logits {
 };
 
 // The running softmax of a warp's rows: those that all warps share in decode, else its own, or those of kSharing warps,
-// in the order of the warps.
-template <int kRowTiles, bool kDecode, bool kQueryFactors, int kSharing = 1>
+// in the order of the warps. With kLazy a row's maximum stays where it is until a logit exceeds it by kSlack, so that
+// results are rarely rescaled: probabilities are up to 2^kSlack then (FlashAttention 4 does so).
+template <int kRowTiles, bool kDecode, bool kQueryFactors, int kSharing = 1, bool kLazy = false>
 class RowSoftmax {
+  static constexpr float kSlack = 8.0f;
+
  public:
   // `query_factors`: of each row of the row tile, what its queries were divided by, a power of two. The rows of the
   // first warp begin with `row0` of the row tile.
@@ -130,8 +133,10 @@ class RowSoftmax {
         for (int n = 1; n < kPositions / 8; ++n) largest = fmaxf(largest, fmaxf(s[r][n][2 * i], s[r][n][2 * i + 1]));
         largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, 2));
-        maximum[r][i] = fmaxf(state_[r][i].maximum, multiply ? largest : largest * factor(r, i));
-        moved |= maximum[r][i] > state_[r][i].maximum;
+        largest = multiply ? largest : largest * factor(r, i);
+        const float before = state_[r][i].maximum;
+        maximum[r][i] = largest > (kLazy ? before + kSlack : before) ? largest : before;
+        moved |= maximum[r][i] > before;
       }
     }
     if (__any_sync(kFullMask, moved)) {

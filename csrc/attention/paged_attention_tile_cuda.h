@@ -95,7 +95,7 @@ class TileLoader {
     table_row_ = p_.table_per_head ? item.at.seq * p_.kv_heads + head_ : item.at.seq;
     kv_begin_ = item.rows.kv_begin, kv_end_ = item.rows.kv_end;
     tile_ = item.rows.first_kv_tile + item.at.kv_tile, end_ = tile_ + item.tiles;
-    slot_ = slot_of(tile_);
+    find_slot();
   }
 
   // The present tile, counted from position 0.
@@ -105,9 +105,10 @@ class TileLoader {
   __device__ bool ended() const {
     return tile_ >= end_;
   }
-  // The next tile's slots are read one tile ahead: the table's latency is hidden.
+  // The next tile's pages are read one tile ahead, and not used before: the table's latency is hidden.
   __device__ void next() {
-    slot_ = slot_of(++tile_);
+    ++tile_;
+    find_slot();
   }
 
   // Start the copy of the present tile, or of its K or V alone.
@@ -138,10 +139,10 @@ class TileLoader {
     const int lane = static_cast<int>(opaque(threadIdx.x) % kWarpSize), lane_row = lane / kLanes,
               lane_chunk = lane % kLanes, slot_bytes = Row::kBytes * p_.kv_heads;
     const auto* const from = opaque(static_cast<const unsigned char*>(cache) + (head_ * Row::kBytes + lane_chunk * 16));
-    const int place = panel_offset<kChunks, kTile>(warp_row() + lane_row, lane_chunk);
+    const int place = panel_offset<kChunks, kTile>(warp_row() + lane_row, lane_chunk), own_slot = this->slot();
 #pragma unroll
     for (int row = 0; row < kRows; row += kWarpSize / kLanes) {
-      const int slot = __shfl_sync(kFullMask, slot_, row + lane_row);
+      const int slot = __shfl_sync(kFullMask, own_slot, row + lane_row);
       for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
         cp_async(to + row * 128 + chunk / 8 * (kTile * 128) + (place ^ row % 8 * 16),
                  from + (int64_t{slot} * slot_bytes + chunk * 16), slot >= 0);
@@ -150,13 +151,20 @@ class TileLoader {
   }
 
  private:
-  // The cache's row of this lane's position, -1 for none.
-  __device__ int slot_of(int tile) const {
+  // Finds the page of this lane's position in the present tile, and the position in it.
+  __device__ void find_slot() {
     const int lane = static_cast<int>(threadIdx.x % kWarpSize);
-    const int position = tile * kTile + warp_row() + lane;
-    if (lane >= kRows || tile >= end_ || position < kv_begin_ || position >= kv_end_) return -1;
-    const int page = position / p_.block_size;
-    return p_.block_table[table_row_ * p_.max_blocks + page] * p_.block_size + (position - page * p_.block_size);
+    const int position = tile_ * kTile + warp_row() + lane, size = p_.block_size;
+    page_ = 0, in_page_ = -1;
+    if (lane >= kRows || tile_ >= end_ || position < kv_begin_ || position >= kv_end_) return;
+    const int number = (size & (size - 1)) == 0 ? position >> (31 - __clz(size)) : position / size;
+    page_ = p_.block_table[table_row_ * p_.max_blocks + number];
+    in_page_ = position - number * size;
+  }
+
+  // The cache's row of this lane's position, negative for none.
+  __device__ int slot() const {
+    return in_page_ < 0 ? -1 : page_ * p_.block_size + in_page_;
   }
 
   __device__ static int warp_row() {
@@ -175,12 +183,12 @@ class TileLoader {
     const int slot_bytes = kBytes * p_.kv_heads;
     // Opaque: what follows from them is made again for each tile, instead of kept in registers.
     const unsigned lane = opaque(threadIdx.x) % kWarpSize;
-    const int head_bytes = static_cast<int>(opaque(head_)) * kBytes, first_row = warp_row();
+    const int head_bytes = static_cast<int>(opaque(head_)) * kBytes, first_row = warp_row(), own_slot = this->slot();
 #pragma unroll kUnroll
     for (unsigned first = 0; first < kCount; first += kWarpSize) {
       const unsigned i = first + lane;
       const int row = static_cast<int>(i / kChunks), byte = static_cast<int>(i % kChunks * kChunk);
-      const int slot = __shfl_sync(kFullMask, slot_, row);
+      const int slot = __shfl_sync(kFullMask, own_slot, row);
       if (kCount % kWarpSize != 0 && i >= kCount) continue;
       fn(first_row + row, byte, int64_t{max(slot, 0)} * slot_bytes + (head_bytes + byte), slot >= 0);
     }
@@ -206,16 +214,17 @@ class TileLoader {
   __device__ void copy_scales(const Stage<kKind, kHeadDim>& to) const {
     const unsigned thread = opaque(threadIdx.x), lane = thread % kWarpSize;
     if (lane >= kRows) return;
-    const int64_t offset = slot_ >= 0 ? int64_t{slot_} * p_.kv_heads + head_ : 0;
+    const int slot = this->slot();
+    const int64_t offset = slot >= 0 ? int64_t{slot} * p_.kv_heads + head_ : 0;
     const unsigned row = thread / kWarpSize * kRows + lane;
-    cp_async_small<4>(to.key_scales() + row, static_cast<const float*>(p_.k_scale) + offset, slot_ >= 0);
-    cp_async_small<4>(to.value_scales() + row, static_cast<const float*>(p_.v_scale) + offset, slot_ >= 0);
+    cp_async_small<4>(to.key_scales() + row, static_cast<const float*>(p_.k_scale) + offset, slot >= 0);
+    cp_async_small<4>(to.value_scales() + row, static_cast<const float*>(p_.v_scale) + offset, slot >= 0);
   }
 
   const PagedAttentionParams& p_;
   int table_row_ = 0, head_ = 0, kv_begin_ = 0, kv_end_ = 0;
   int tile_ = 0, end_ = 0;
-  int slot_ = -1;  // of this lane's position in the present tile
+  int page_ = 0, in_page_ = -1;  // of this lane's position in the present tile; -1 for none
 };
 
 }  // namespace fastinfer::cuda

@@ -3,6 +3,7 @@
 // arrive adds up the pieces.
 #pragma once
 
+#include <bit>
 #include <type_traits>
 
 #include "common/cuda/arrival.h"
@@ -46,9 +47,7 @@ struct GemmEpilogue {
   static constexpr int kWarpTokens = 8 * kSliceTiles, kSliceTokens = kWarpTokens * kWarpsTokens;  // of a slice
   static constexpr int kSumsFloats = kWarpsInputs * kSliceTokens * kSumsStride;
   static constexpr int kSharedBytes = kSumsFloats * 4;
-  // Vectors of a cut unit that a thread has at a time: their loads do not wait for each other. Of few, a part of a
-  // vector does not wait for the part before.
-  static constexpr int kAtOnce = kTokens > kMostExactTokens ? 4 : 1;
+  static constexpr int kFours = kRowTiles * kTokenTiles;  // of a thread's sums
 
   // The sums of a lane: mma's d for each row tile and eight tokens.
   struct Sums {
@@ -77,47 +76,33 @@ struct GemmEpilogue {
     pieces = (first_chunk + p.plan.chunks - 1) / p.plan.worker_chunks - first_worker + 1;
   }
 
-  __device__ void store(const Sums& sums) {
-    const bool cut = !kGrouped && pieces > 1;
-    const int vectors = kGemmRows / kWidth / (gated() && !cut ? 2 : 1);
+  // Writes the unit's outputs if the block has all its sums, or is the last of those that have a part of them.
+  __device__ void store(Sums& sums) {
+    if (!kGrouped && pieces > 1) {
+      keep_piece(sums);
+      if (!last_to_arrive(p.counters + at.unit, pieces)) return;
+      add_pieces(sums);
+    }
+    const int tokens = static_cast<int>(end_token() - first_token());
+    const int bits = gated() ? kVectorBits - 1 : kVectorBits;  // of a token's vectors of outputs
 #pragma unroll 1
     for (int slice = 0; slice < kTokenTiles / kSliceTiles; ++slice) {
       share_sums(sums, slice);
       __syncthreads();
-      for (int i = thread; i < kSliceTokens * vectors; i += kThreads) {
-        const int slice_token = i / vectors, vector = i % vectors;
+      for (int i = thread; i < kSliceTokens << bits; i += kThreads) {
+        const int slice_token = i >> bits, vector = i - (slice_token << bits);
         const int token = slice_token / kWarpTokens * kTokenTiles * 8 + slice * kWarpTokens + slice_token % kWarpTokens;
-        if (first_token() + token >= end_token()) continue;
-        if (cut) {
-          keep_sums(slice_token, token, vector);
-        } else {
-          const int row = first_row_of(vector);
-          Vector8 up;
-          if (gated()) up = load_shared(slice_token, row + kTileRows);
-          finish(token, vector, load_shared(slice_token, row), up);
-        }
+        if (token < tokens) finish(slice_token, token, vector);
       }
       __syncthreads();
     }
-    if (cut && last_to_arrive(p.counters + at.unit, pieces)) gather();
   }
 
  private:
+  static constexpr int kVectorBits = std::bit_width(unsigned{kGemmRows / kWidth}) - 1;
+
   struct Vector8 {
     float values[kWidth] = {};
-
-    // The sums from `row` on, a multiple of eight, of a token's.
-    template <class Load>
-    __device__ void add(const float* sums, int row, Load&& load) {
-#pragma unroll
-      for (int i = 0; i < kWidth; i += 4) {
-        const float4 v = load(reinterpret_cast<const float4*>(sums + split_four(kGemmRows, row, i / 4)));
-        values[i] += v.x;
-        values[i + 1] += v.y;
-        values[i + 2] += v.z;
-        values[i + 3] += v.w;
-      }
-    }
   };
 
   __device__ int64_t first_row() const {
@@ -154,94 +139,75 @@ struct GemmEpilogue {
     }
   }
 
-  // A worker has two slots in the workspace, each of sums [tokens, kSumsStride]. The second is for a unit that it
-  // begins.
-  __device__ float* slot(int worker) const {
+  // A worker has two slots in the workspace, each of the sums of all threads. The second is for a unit that it begins.
+  __device__ float4* slot(int worker) const {
     const int begins = worker * p.plan.worker_chunks <= first_chunk ? 1 : 0;
-    return static_cast<float*>(p.workspace) + static_cast<int64_t>(2 * worker + begins) * p.plan.slot_floats;
+    float* const slots = static_cast<float*>(p.workspace);
+    return reinterpret_cast<float4*>(slots + static_cast<int64_t>(2 * worker + begins) * p.plan.slot_floats) + thread;
   }
 
+  __device__ void keep_piece(const Sums& sums) const {
+    float4* const to = slot(blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      const auto& four = sums.value[i / kTokenTiles][i % kTokenTiles];
+      to[i * kThreads] = make_float4(four[0], four[1], four[2], four[3]);
+    }
+  }
+
+  // Adds up the pieces of a cut unit, this worker's too, in the order of the workers.
+  __device__ void add_pieces(Sums& sums) const {
+    sums = {};
+#pragma unroll(kFours < 4 ? 4 : 1)  // loads at once
+    for (int piece = 0; piece < pieces; ++piece) {
+      const float4* const from = slot(first_worker + piece);
+#pragma unroll
+      for (int i = 0; i < kFours; ++i) {
+        const float4 part = __ldcg(from + i * kThreads);
+        auto& four = sums.value[i / kTokenTiles][i % kTokenTiles];
+        four[0] += part.x, four[1] += part.y, four[2] += part.z, four[3] += part.w;
+      }
+    }
+  }
+
+  // The sums of eight rows of the unit from `row` on.
   __device__ Vector8 load_shared(int slice_token, int row) const {
     Vector8 v;
+#pragma unroll
     for (int w = 0; w < kWarpsInputs; ++w) {
-      v.add(shared_sums + (w * kSliceTokens + slice_token) * kSumsStride, row, [](const float4* at) { return *at; });
+      const float* const from = shared_sums + (w * kSliceTokens + slice_token) * kSumsStride;
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + split_four(kGemmRows, row, i / 4));
+        v.values[i] += four.x, v.values[i + 1] += four.y, v.values[i + 2] += four.z, v.values[i + 3] += four.w;
+      }
     }
     return v;
   }
 
-  // Of several vectors, from all workers' slots.
-  __device__ void load_slots(const int (&tokens)[kAtOnce], const int (&rows)[kAtOnce], Vector8 (&v)[kAtOnce]) const {
-#pragma unroll kAtOnce == 1 ? 4 : 1
-    for (int i = 0; i < pieces; ++i) {
-      const float* const from = slot(first_worker + i);
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        v[j].add(from + tokens[j] * kSumsStride, rows[j], [](const float4* at) { return __ldcg(at); });
-      }
-    }
-  }
-
-  __device__ void keep_sums(int slice_token, int token, int vector) const {
-    float* const to = slot(blockIdx.x);
-    const int row = vector * kWidth;
-    const Vector8 v = load_shared(slice_token, row);
-#pragma unroll
-    for (int i = 0; i < kWidth; i += 4) {
-      const float4 part{v.values[i], v.values[i + 1], v.values[i + 2], v.values[i + 3]};
-      *reinterpret_cast<float4*>(to + token * kSumsStride + split_four(kGemmRows, row, i / 4)) = part;
-    }
-  }
-
-  // The sums of a cut unit, from all workers' slots to the output.
-  __device__ void gather() const {
-    const int tokens = static_cast<int>(min(end_token() - first_token(), int64_t{kTokens}));
-    const int vectors = kGemmRows / kWidth / (gated() ? 2 : 1);
-    const int count = tokens * vectors;
-#pragma unroll 1
-    for (int first = thread; first < count; first += kAtOnce * kThreads) {
-      int token[kAtOnce], vector[kAtOnce], row[kAtOnce], up_row[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int i = min(first + j * kThreads, count - 1);  // behind the last one it comes again
-        token[j] = i / vectors, vector[j] = i % vectors;
-        row[j] = first_row_of(vector[j]), up_row[j] = row[j] + kTileRows;
-      }
-      Vector8 v[kAtOnce], up[kAtOnce];
-      load_slots(token, row, v);
-      if (gated()) load_slots(token, up_row, up);
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (first + j * kThreads < count) finish(token[j], vector[j], v[j], up[j]);
-      }
-    }
-  }
-
-  // The row of the unit that a vector of the output begins with. With an activation, 16 rows of the gate alternate with
-  // 16 rows of up.
-  __device__ int first_row_of(int vector) const {
-    return gated() ? vector / 2 * 2 * kTileRows + vector % 2 * kWidth : vector * kWidth;
-  }
-
-  // Adds the bias to sums of eight rows from `row` of the unit on.
-  __device__ void add_bias(Vector8& v, int row) const {
+  // The same with their bias.
+  __device__ Vector8 biased(int slice_token, int row) const {
+    Vector8 v = load_shared(slice_token, row);
+    if (p.bias.data == nullptr) return v;
     const int64_t first = first_row() + row, bias = kGrouped ? at.expert_tile.expert * p.n + first : first;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      if (p.bias.data != nullptr && first + i < p.n) v.values[i] += vector_arg<T>(p.bias, bias + i);
+      if (first + i < p.n) v.values[i] += vector_arg<T>(p.bias, bias + i);
     }
+    return v;
   }
 
-  // From sums to the output. `up` is used with an activation.
-  __device__ void finish(int token, int vector, Vector8 v, Vector8 up) const {
-    const int row = first_row_of(vector);
-    add_bias(v, row);
+  __device__ void finish(int slice_token, int token, int vector) const {
+    // With an activation, 16 rows of the gate alternate with 16 rows of up.
+    const int row = gated() ? vector / 2 * 2 * kTileRows + vector % 2 * kWidth : vector * kWidth;
+    Vector8 v = biased(slice_token, row);
     if (gated()) {
-      add_bias(up, row + kTileRows);
+      const Vector8 up = biased(slice_token, row + kTileRows);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v.values[i] = activate_and_mul(p.activation, v.values[i], up.values[i]);
     }
     const int64_t width = gated() ? p.n / 2 : p.n;
-    const int64_t column = first_row() / (gated() ? 2 : 1) + vector * kWidth;
+    const int64_t column = (gated() ? first_row() / 2 : first_row()) + vector * kWidth;
     if (column >= width) return;
     const int64_t offset = out_row(token) * width + column;
     const T* residual = p.residual != nullptr ? static_cast<const T*>(p.residual) + offset : nullptr;

@@ -253,7 +253,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
     const int64_t worker_chunks = std::max({up(total, slots), up(plan.chunks, most_pieces), least_chunks});
     plan.worker_chunks = static_cast<int>(worker_chunks);
     plan.workers = static_cast<int>(up(total, worker_chunks));
-    plan.slot_floats = tokens * kSumsStride;
+    plan.slot_floats = tokens * kGemmRows * tile.warps_inputs;
     plan.workspace_bytes = static_cast<size_t>(int64_t{2} * plan.workers * plan.slot_floats) * 4;
   }
   plan.launch.grid = plan.workers;

@@ -96,7 +96,8 @@ class GemmWideCopy {
   const T* x_from;
   int weight_rows, x_rows;  // rows (packed: row tiles) that exist, from this thread's first on
   uint32_t x_row[kGrouped ? kTokens / kRowStep : 1];  // in pieces of 16 bytes from x_from on
-  int64_t scales_from;
+  const unsigned char* scales_from;                   // the lane's piece of the warp's row tile
+  int scale_pieces_left;                              // of its scales from there on
 
   // A packed chunk: each row tile's blocks lie together.
   static constexpr int kBlockBytes = kTileRows * kBlockInputs * Shape::kPackedBits / 8;
@@ -136,8 +137,11 @@ class GemmWideCopy {
       weight_rows = row_tiles() - tile;
       weight_from = static_cast<const unsigned char*>(p.weight.q) +
                     ((first_tile + tile) * blocks + ahead.chunk * kBlocks) * kBlockBytes + thread % kTilePieces * 16;
+      const int scale_tile = ahead.row_unit * kGemmRowTiles + thread / kWarpSize, lane = thread % kWarpSize;
+      const int pieces = p.weight.groups * scale_pieces();
       scales_from =
-          (first_tile + ahead.row_unit * kGemmRowTiles + thread / kWarpSize) * p.weight.groups * scale_pieces();
+          static_cast<const unsigned char*>(p.weight.scales) + ((first_tile + scale_tile) * pieces + lane) * 16;
+      scale_pieces_left = scale_tile < row_tiles() ? pieces - lane : 0;
     }
   }
 
@@ -145,17 +149,17 @@ class GemmWideCopy {
   __device__ void copy_scales(unsigned char* to) const
     requires(!kDense)
   {
-    const int pieces = p.plan.chunk_groups * scale_pieces(), tile = threadIdx.x / kWarpSize,
-              lane = threadIdx.x % kWarpSize;
+    const int pieces = p.plan.chunk_groups * scale_pieces(), lane = threadIdx.x % kWarpSize;
     if (lane >= pieces) return;
-    const int piece = p.weight.group_of(ahead.chunk * kBlocks) * scale_pieces() + lane;
-    const bool valid = ahead.row_unit * kGemmRowTiles + tile < row_tiles() && piece < p.weight.groups * scale_pieces();
-    const int64_t offset = (scales_from + piece) * 16;
-    to += (tile * pieces + lane) * 16;
-    cp_async(to, static_cast<const unsigned char*>(p.weight.scales) + offset, valid);
+    const int first = p.weight.group_of(ahead.chunk * kBlocks) * scale_pieces();
+    const bool valid = first < scale_pieces_left;
+    const unsigned char* const from = scales_from + int64_t{first} * 16;
+    to += (static_cast<int>(threadIdx.x) / kWarpSize * pieces + lane) * 16;
+    cp_async(to, from, valid);
     if (p.weight.mins != nullptr) {
-      cp_async(to + p.plan.chunk_groups * kScaleBytes, static_cast<const unsigned char*>(p.weight.mins) + offset,
-               valid);
+      const auto distance =
+          static_cast<const unsigned char*>(p.weight.mins) - static_cast<const unsigned char*>(p.weight.scales);
+      cp_async(to + p.plan.chunk_groups * kScaleBytes, from + distance, valid);
     }
   }
 };
