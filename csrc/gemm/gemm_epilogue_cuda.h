@@ -58,7 +58,7 @@ struct GemmEpilogue {
   const GemmPosition<kGrouped> at;
   float* const shared_sums;  // [warps_inputs, slice_tokens, kSumsStride]
   const int thread, lane, warp_rows, warp_tokens, warp_inputs;
-  int first_chunk = 0;  // the unit's first, in the line of all chunks
+  int first_chunk = 0;  // the unit's first, in the line of those that are cut
   int first_worker = 0, pieces = 1;
 
   __device__ GemmEpilogue(const GemmParams& params, const TokenTiles<kGrouped>& tiles, int unit, float* shared)
@@ -70,8 +70,8 @@ struct GemmEpilogue {
         warp_rows(thread / kWarpSize % kWarpsRows),
         warp_tokens(thread / kWarpSize / kWarpsRows / kWarpsInputs),
         warp_inputs(thread / kWarpSize / kWarpsRows % kWarpsInputs) {
-    if (kGrouped || p.plan.worker_chunks == 0) return;
-    first_chunk = at.unit * p.plan.chunks;
+    if (kGrouped || unit < p.plan.whole_units) return;
+    first_chunk = (unit - p.plan.whole_units) * p.plan.chunks;
     first_worker = first_chunk / p.plan.worker_chunks;
     pieces = (first_chunk + p.plan.chunks - 1) / p.plan.worker_chunks - first_worker + 1;
   }

@@ -10,8 +10,9 @@
 //   worker    0 0 0 0 1 | 1 1 1 2 2 | 2 2 3 3 3
 //
 // Here all three units are cut. The worker that finishes a unit last adds up its pieces, in the order of the workers.
-// The division does not depend on how many tokens of a tile there are, and a batch-invariant one does not depend on the
-// number of tokens at all.
+// With wide tiles the line has only the units of the last wave, and each worker does whole units before: blocks that do
+// whole units read the same weights at the same time. The division does not depend on how many tokens of a tile there
+// are, and a batch-invariant one does not depend on the number of tokens at all.
 //
 // Units are numbered in bands of kBandTiles token tiles, and within a band row by row. So the blocks that run at the
 // same time share their weight rows and their tokens in the L2 (4 row units, 10 token tiles, bands of 8):
@@ -170,7 +171,8 @@ struct GemmPlan {
   int token_tiles = 0;
   int units = 0;          // row_units * token_tiles
   int chunks = 0;         // per unit
-  int worker_chunks = 0;  // per worker if units are cut; 0: whole units, the next one `workers` further on
+  int whole_units = 0;    // that are not cut: a worker's next one is `workers` further on
+  int worker_chunks = 0;  // per worker, of the other units; 0 if there are none
   int workers = 0;
   int slot_floats = 0;  // size of a cut unit's partial sums; each worker has two slots
   size_t workspace_bytes = 0;
@@ -182,11 +184,20 @@ constexpr bool has_widest_tile(const Device& device) {
   return device.shared_bytes >= 3 * gemm_stage(WeightFormat::kDense, 256, 64).scales;
 }
 
-// The widest tile is for units enough to occupy nine of ten multiprocessors.
-constexpr int gemm_tokens(int64_t m, int64_t row_units, const Device& device) {
+// The widest tile is for units enough to occupy nine of ten multiprocessors, or for any number of them where a packed
+// weight is widened: that takes about as long for 128 tokens as for 256.
+constexpr int gemm_tokens(WeightFormat format, int64_t m, int64_t row_units, const Device& device) {
   if (m <= 64) return m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
-  const bool enough = row_units * ((m + 255) / 256) * 10 >= int64_t{device.multiprocessors} * 9;
+  const bool widens = format != WeightFormat::kDense && multiplies_by_warpgroups(device);
+  const bool enough = widens || row_units * ((m + 255) / 256) * 10 >= int64_t{device.multiprocessors} * 9;
   return m > 128 && enough && has_widest_tile(device) ? 256 : 128;
+}
+
+// Chunks of a wide unit's that a worker must save for cutting to be faster: an exchange of sums takes as long as
+// some 14. Where no unit is whole, blocks with different tokens also read the same weights at different times, from
+// memory.
+constexpr int least_saved_chunks(int64_t token_tiles, int64_t whole_units) {
+  return token_tiles > 1 && whole_units == 0 ? 40 : 14;
 }
 
 // How many rows an expert gets is known on the GPU alone: the tile is chosen for an even share, and the kernel counts
@@ -209,7 +220,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int tokens = batch_invariant ? kInvariantTokens
                      : experts > 0   ? grouped_tokens(m, experts, device)
-                                     : gemm_tokens(m, up(n, kGemmRows), device);
+                                     : gemm_tokens(format, m, up(n, kGemmRows), device);
   const bool wide = tokens > kMostExactTokens;
   GemmPlan plan;
   plan.tile = wide ? wide_tile(tokens) : gemm_tile(format, tokens);
@@ -243,16 +254,20 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   if (plan.units == 0 || plan.chunks == 0) return plan;
 
   const int64_t slots = int64_t{device.multiprocessors} * resident;
-  const bool whole = uncut || units * 10 >= up(units, slots) * slots * 9;
-  if (whole) {
+  const int64_t whole_units = wide ? units / slots * slots : 0, line = (units - whole_units) * plan.chunks;
+  // Cutting a unit costs a round of its sums through the L2, which grows with the tile and the number of pieces.
+  const int64_t most_pieces = tokens <= 16 ? 16 : tokens <= 64 ? 8 : 4;
+  const int64_t least_chunks = tile.chunk >= 256 ? 1 : 2;
+  const int64_t worker_chunks = std::max({up(line, slots), up(plan.chunks, most_pieces), least_chunks});
+  const bool cuts = wide ? plan.chunks - worker_chunks > least_saved_chunks(plan.token_tiles, whole_units)
+                         : units * 10 < up(units, slots) * slots * 9;
+  if (uncut || line == 0 || !cuts) {
+    plan.whole_units = plan.units;
     plan.workers = static_cast<int>(std::min(units, slots));
   } else {
-    // Cutting a unit costs a round of its sums through the L2, which grows with the tile and the number of pieces.
-    const int64_t most_pieces = tokens <= 16 ? 16 : tokens <= 64 ? 8 : 4;
-    const int64_t least_chunks = tile.chunk >= 256 ? 1 : 2;
-    const int64_t worker_chunks = std::max({up(total, slots), up(plan.chunks, most_pieces), least_chunks});
+    plan.whole_units = static_cast<int>(whole_units);
     plan.worker_chunks = static_cast<int>(worker_chunks);
-    plan.workers = static_cast<int>(up(total, worker_chunks));
+    plan.workers = static_cast<int>(whole_units > 0 ? slots : up(line, worker_chunks));
     plan.slot_floats = tokens * kGemmRows * tile.warps_inputs;
     plan.workspace_bytes = static_cast<size_t>(int64_t{2} * plan.workers * plan.slot_floats) * 4;
   }

@@ -21,11 +21,7 @@ struct GemmPosition {
   ExpertTile expert_tile{};
 
   __device__ GemmPosition(const GemmParams& p, const Tiles& tiles) : unit(blockIdx.x), chunk(0) {
-    if (!kGrouped && p.plan.worker_chunks > 0) {
-      const int first = blockIdx.x * p.plan.worker_chunks;
-      unit = first / p.plan.chunks;
-      chunk = first % p.plan.chunks;
-    }
+    if (!kGrouped && unit >= p.plan.whole_units) enter_line(p);
     locate(p, tiles);
   }
 
@@ -43,7 +39,12 @@ struct GemmPosition {
 
   __device__ void next_unit(const GemmParams& p, const Tiles& tiles) {
     chunk = 0;
-    unit += !kGrouped && p.plan.worker_chunks > 0 ? 1 : p.plan.workers;
+    if (!kGrouped && unit >= p.plan.whole_units) {
+      ++unit;
+    } else {
+      unit += p.plan.workers;
+      if (!kGrouped && unit >= p.plan.whole_units && p.plan.worker_chunks > 0) enter_line(p);
+    }
     locate(p, tiles);
   }
 
@@ -55,6 +56,13 @@ struct GemmPosition {
   }
 
  private:
+  // To where the worker begins in the line of units that are cut.
+  __device__ void enter_line(const GemmParams& p) {
+    const int first = blockIdx.x * p.plan.worker_chunks;
+    unit = p.plan.whole_units + first / p.plan.chunks;
+    chunk = first % p.plan.chunks;
+  }
+
   __device__ void locate(const GemmParams& p, const Tiles& tiles) {
     const int token_tiles = kGrouped ? max(tiles.count(), 1) : p.plan.token_tiles;
     const int band = unit / (p.plan.row_units * kBandTiles), place = unit - band * (p.plan.row_units * kBandTiles);
@@ -75,8 +83,9 @@ __device__ int worker_chunks(const GemmParams& p, const TokenTiles<kGrouped>& ti
     const int units = plan.row_units * tiles.count();  // the plan's are the most there can be
     return worker < units ? ((units - worker - 1) / plan.workers + 1) * plan.chunks : 0;
   }
-  if (plan.worker_chunks == 0) return ((plan.units - worker - 1) / plan.workers + 1) * plan.chunks;
-  return min(plan.worker_chunks, plan.units * plan.chunks - worker * plan.worker_chunks);
+  const int whole = worker < plan.whole_units ? (plan.whole_units - worker - 1) / plan.workers + 1 : 0;
+  const int line = (plan.units - plan.whole_units) * plan.chunks - worker * plan.worker_chunks;
+  return whole * plan.chunks + max(min(plan.worker_chunks, line), 0);
 }
 
 }  // namespace fastinfer::cuda
