@@ -193,11 +193,11 @@ constexpr int gemm_tokens(WeightFormat format, int64_t m, int64_t row_units, con
   return m > 128 && enough && has_widest_tile(device) ? 256 : 128;
 }
 
-// Chunks of a wide unit's that a worker must save for cutting to be faster: an exchange of sums takes as long as
-// some 14. Where no unit is whole, blocks with different tokens also read the same weights at different times, from
-// memory.
-constexpr int least_saved_chunks(int64_t token_tiles, int64_t whole_units) {
-  return token_tiles > 1 && whole_units == 0 ? 40 : 14;
+// Chunks of a wide unit that a worker must save for cutting to be faster: an exchange of sums takes as long as some 14.
+// Where no unit is whole, blocks with different tokens also read the same weights at different times, and dense ones
+// mostly from memory.
+constexpr int least_saved_chunks(WeightFormat format, int64_t token_tiles, int64_t whole_units) {
+  return format == WeightFormat::kDense && token_tiles > 1 && whole_units == 0 ? 40 : 14;
 }
 
 // How many rows an expert gets is known on the GPU alone: the tile is chosen for an even share, and the kernel counts
@@ -259,7 +259,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   const int64_t most_pieces = tokens <= 16 ? 16 : tokens <= 64 ? 8 : 4;
   const int64_t least_chunks = tile.chunk >= 256 ? 1 : 2;
   const int64_t worker_chunks = std::max({up(line, slots), up(plan.chunks, most_pieces), least_chunks});
-  const bool cuts = wide ? plan.chunks - worker_chunks > least_saved_chunks(plan.token_tiles, whole_units)
+  const bool cuts = wide ? plan.chunks - worker_chunks > least_saved_chunks(format, plan.token_tiles, whole_units)
                          : units * 10 < up(units, slots) * slots * 9;
   if (uncut || line == 0 || !cuts) {
     plan.whole_units = plan.units;

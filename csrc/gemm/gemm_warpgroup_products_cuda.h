@@ -135,11 +135,10 @@ class GemmWarpgroupProducts {
     const unsigned char* const chunk_scales = stage + Shape::kStage.scales;
     if (one_scale) {
       const auto s = scales.load_one(chunk_scales);
-      widen_steps(stage, to, [&](int) { return s; });
+      widen_steps(stage, to, [&](unsigned) { return s; });
     } else {
-      widen_steps(stage, to, [&](int step) {
-        const int block = static_cast<int>(first_sixteen() ^ step) / 2;
-        return scales.load(chunk_scales, chunk * Shape::kBlocks, block);
+      widen_steps(stage, to, [&](unsigned block) {
+        return scales.load(chunk_scales, chunk * Shape::kBlocks, static_cast<int>(block));
       });
     }
   }
@@ -148,10 +147,12 @@ class GemmWarpgroupProducts {
   __device__ void widen_steps(const unsigned char* stage, unsigned char* to, const LoadScales& load_scales) const {
     // Of the places, a step changes bits that are the sixteen's alone.
     uint32_t a[kSteps][4];
+    auto s = load_scales(first_sixteen() / 2);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
+      if (step > 0 && step % 2 == 0) s = load_scales(first_sixteen() / 2 ^ step / 2);
       weight.sixteen(stage + (weight_place ^ (step / 2 * kBlockBytes | step % 2 * kLaneBytes)), a[step]);
-      scales.apply(a[step], load_scales(step), 0);
+      scales.apply(a[step], s, 0);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {

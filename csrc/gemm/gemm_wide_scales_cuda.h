@@ -28,7 +28,10 @@ class GemmWideScales {
     Scales s{};
     if constexpr (!kDense) {
       int group = 0;  // in the stage
-      if (p.plan.chunk_groups > 1) group = p.weight.group_of(first_block + block) - p.weight.group_of(first_block);
+      if (p.plan.chunk_groups > 1) {
+        const bool single = p.weight.group_blocks == 1;
+        group = single ? block : p.weight.group_of(first_block + block) - p.weight.group_of(first_block);
+      }
       load_rows(chunk_scales, group, s.scale);
       if (p.weight.mins != nullptr) load_rows(chunk_scales + p.plan.chunk_groups * kScaleBytes, group, s.min);
     }
