@@ -41,6 +41,7 @@ LaunchPlan plan_gemm(const Sizes& sizes, const Device& device) {
                 {"units", p.units},
                 {"chunks_per_unit", p.chunks},
                 {"workers", p.workers},
+                {"whole_units", p.whole_units},
                 {"chunks_per_worker", p.worker_chunks}},
       .workspace_bytes = static_cast<int64_t>(p.workspace_bytes),
       .launches = {{"gemm", p.launch}},

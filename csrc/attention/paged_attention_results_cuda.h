@@ -87,6 +87,22 @@ __device__ void merge(int rows, int parts, int part_rows, const Results& results
   }
 }
 
+// Passes one result of each row to store, as merge does.
+template <int kHeadDim, class Results, class Store>
+__device__ void store_rows(int rows, const Results& results, const Store& store) {
+  constexpr int kChunks = value_columns(kHeadDim) / 8;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < rows * kChunks; i += kAttentionThreads) {
+    const int row = i / kChunks, column = i % kChunks * 8;
+    Vector<float, 8> values;
+    for (int half = 0; half < 2; ++half) {
+      const auto four = load_vector<4>(results.at(row, column + 4 * half));
+      for (int k = 0; k < 4; ++k) values.values[4 * half + k] = four.values[k];
+    }
+    store(row, column, OnlineSoftmax<float>{results.maximum(row), results.sum(row)}, values.values);
+  }
+}
+
 // Adds the sink, divides by the sum, and writes eight columns of the output; the first ones' thread writes the lse.
 template <class T>
 __device__ void store_output(const PagedAttentionParams& p, int64_t token, int head, int column,
@@ -114,12 +130,13 @@ template <class T, int kHeadDim, int kAtOnce, class Results>
 __device__ void write_results(const PagedAttentionParams& p, const WorkItem& item, int left, const Results& results,
                               int partials) {
   const auto store_final = [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
-    const int query_row = item.rows.row_begin + row;
-    store_output<T>(p, item.queries.first_query + query_row / item.queries.group,
-                    item.at.head * item.queries.group + query_row % item.queries.group, column, softmax, values);
+    const int query_row = item.rows.row_begin + row, group = item.queries.group, query = quotient(query_row, group);
+    store_output<T>(p, item.queries.first_query + query, item.at.head * group + query_row - query * group, column,
+                    softmax, values);
   };
   const auto own_results = [&](int) { return results; };
   if (item.tiles == item.rows.kv_tiles) {
+    if (partials == 1) return store_rows<kHeadDim>(item.row_count(), results, store_final);
     return merge<kHeadDim, kAtOnce>(item.row_count(), partials, kDecodeRows, own_results, store_final);
   }
   // Blocks first .. last have parts: the first one at its stretch's end, the others at their begin.

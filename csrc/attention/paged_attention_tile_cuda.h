@@ -157,7 +157,7 @@ class TileLoader {
     const int position = tile_ * kTile + warp_row() + lane, size = p_.block_size;
     page_ = 0, in_page_ = -1;
     if (lane >= kRows || tile_ >= end_ || position < kv_begin_ || position >= kv_end_) return;
-    const int number = (size & (size - 1)) == 0 ? position >> (31 - __clz(size)) : position / size;
+    const int number = quotient(position, size);
     page_ = p_.block_table[table_row_ * p_.max_blocks + number];
     in_page_ = position - number * size;
   }

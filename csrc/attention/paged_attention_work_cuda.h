@@ -20,6 +20,11 @@
 
 namespace fastinfer::cuda {
 
+// x / by for x that is not negative: few instructions if `by` is a power of two, as page sizes and groups mostly are.
+__device__ inline int quotient(int x, int by) {
+  return (by & (by - 1)) == 0 ? x >> (31 - __clz(by)) : x / by;
+}
+
 // A place in the line of units.
 struct alignas(16) WorkPosition {
   int32_t seq;

@@ -96,12 +96,15 @@ def test_products_cover_their_weight_and_are_not_cut_too_fine(gpu: Gpu) -> None:
         assert plan["workers"] == blocks <= 2 * gpu.multiprocessors, said
         pieces = plan["chunks_per_worker"]
         if pieces:  # stream-K: an equal piece each, all of the work, and room for the partial sums
-            total = plan["units"] * plan["chunks_per_unit"]
-            assert (plan["workers"] - 1) * pieces < total <= plan["workers"] * pieces, said
+            total = (plan["units"] - plan["whole_units"]) * plan["chunks_per_unit"]
+            assert 0 < total <= plan["workers"] * pieces, said
+            assert plan["whole_units"] % plan["workers"] == 0, said
+            assert plan["whole_units"] or (plan["workers"] - 1) * pieces < total, said
             assert plan["chunks_per_unit"] <= 16 * pieces, said
             assert plan["workspace_bytes"] >= plan["workers"] * plan["tile_tokens"] * plan["tile_rows"] * 4, said
         else:
             assert plan["workspace_bytes"] == 0, said
+            assert plan["whole_units"] == plan["units"], said
 
 
 def test_a_decode_product_occupies_every_multiprocessor() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import reference
-from support.attention_batches import assert_attention, make_batch, quantized
+from support.attention_batches import Batch, assert_attention, make_batch, quantized
 from support.emulator import ORDERS, Emulator
 from support.expert_stack import ExpertStack, random_ids
 from support.helpers import assert_bitwise, assert_rounded, device_fixture, gemm_options
@@ -44,8 +44,9 @@ def same_in_any_order(emulator: Emulator, run: Callable[[], Tensor]) -> Tensor:
     [("dense", 3, "plain"), ("int4 min", 16, "norm+bias+residual"), ("int8", 33, "plain"), ("int4", 70, "plain")],
 )
 def test_products_that_are_cut(form: str, tokens: int, fusion: str, emulator: Emulator, device: str) -> None:
-    x = torch.randn(tokens, 1024, device=device).bfloat16()
-    linear = Linear(form, 160, 1024, torch.bfloat16, device, 128)
+    in_features = 1280 if tokens > 64 else 1024  # wide units are cut if that saves enough chunks
+    x = torch.randn(tokens, in_features, device=device).bfloat16()
+    linear = Linear(form, 160, in_features, torch.bfloat16, device, 128)
     options: dict[str, Any] = gemm_options(fusion, x, 160, torch.float32)
     out = same_in_any_order(emulator, lambda: linear.run(x, **options))
     slack = 2e-2 if tokens > 64 or "norm" in fusion else 1e-5
@@ -90,6 +91,29 @@ def test_attention_that_is_cut(
         batch = quantized(batch, cache_dtype)
     assert_attention(batch)
     same_in_any_order(emulator, batch.run)
+
+
+@pytest.mark.parametrize("gpu", ["small", "H100"])
+def test_row_tiles_of_prompts_stay_whole(gpu: str, emulated_library: Path, device: str) -> None:
+    """Blocks take them in turn, whichever block is first; they are cut where a sequence decodes, or one is long."""
+    emulator = Emulator(emulated_library)
+    with emulator.device(gpu):
+        lengths = [(300, 300), (0, 50), (70, 200), (40, 40)]
+        batch = make_batch(lengths, 6, 2, 64, dtype=torch.float16, device=device)
+        assert_attention(batch)
+        same_in_any_order(emulator, batch.run)
+        row_tiles = sum(-(-3 * queries // 128) for queries, _ in lengths) * 2
+        assert plan_header(batch) == (0, row_tiles)
+        for cut in ([*lengths, (1, 70)], [(64, 6000)]):
+            units_per_block, _ = plan_header(make_batch(cut, 6, 2, 64, dtype=torch.float16, device=device))
+            assert units_per_block > 0, cut
+
+
+def plan_header(batch: Batch) -> tuple[int, int]:
+    """Units of work that each block gets, 0 if no row tile is cut, and whole row tiles."""
+    plan = ops.paged_attention_plan(batch.seq_lens, batch.query_start, 6, 2, 64)
+    units_per_block, row_tiles = plan[:4].cpu().view(torch.int64).tolist()
+    return units_per_block, row_tiles
 
 
 def test_pages_that_blocks_share(emulator: Emulator, device: str) -> None:

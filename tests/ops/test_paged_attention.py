@@ -114,6 +114,21 @@ def test_large_logits_do_not_overflow(window: int, dtype: torch.dtype, device: s
     torch.testing.assert_close(out.double(), batch.expected(scale=30.0, window=window)[0], **rounding)
 
 
+@low_or_fp32
+@pytest.mark.parametrize("rise", [0.4, 3.0, 40.0])
+def test_maxima_that_rise(rise: float, dtype: torch.dtype, device: str) -> None:
+    """From one tile of 64 positions to the next by `rise`, so that results may be relative to an old maximum."""
+    batch = make_batch([(45, 700), (2, 400)], 4, 2, 128, dtype=dtype, device=device)
+    batch.q[..., :2] = 1
+    for sequence, length in enumerate(batch.seq_lens.tolist()):
+        positions = torch.arange(length, device=device)
+        pages, slots = batch.block_table[sequence, positions // 16].long(), positions % 16
+        logits = rise / 64 * positions * 128**0.5
+        for column, part in enumerate((logits.to(dtype), (logits - logits.to(dtype)).to(dtype))):
+            batch.k_cache[pages, slots, :, column] = part[:, None]
+    assert_attention(batch)
+
+
 @fp32_or_bf16
 @pytest.mark.parametrize("lengths", [[], [(0, 0)], [(0, 5), (0, 600)]])
 def test_no_queries(lengths: list[tuple[int, int]], dtype: torch.dtype, device: str) -> None:
