@@ -97,7 +97,7 @@ def test_a_method_without_inputs_needs_no_text(folder: Path, capsys: Captured, m
     reports = [json.loads((path / "quantization_report.json").read_text()) for path in (without, calibrated)]
     assert [report["errors_of"] for report in reports] == ["weights", "outputs"]
     assert reports[0]["errors"].keys() == reports[1]["errors"].keys()
-    assert all(0 < error < 0.1 for error in reports[0]["errors"].values())
+    assert all(0 < error < 0.3 for error in reports[0]["errors"].values())
 
 
 @pytest.mark.parametrize(

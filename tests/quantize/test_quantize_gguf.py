@@ -102,7 +102,7 @@ def test_the_result_is_that_of_the_folder(kind: str, tmp_path: Path) -> None:
             assert torch.equal(tensor.float(), of_file[name].float())
     expected, got = (log_probabilities(load(tmp_path / f"of {name}"), some_tokens(), "float32") for name in SOURCES)
     assert (got - expected).abs().mean() < (0.05 * expected.std() if kind == "Q8_0" else 1e-5)
-    assert max(reports[1].errors.values()) < 1e-3
+    assert max(reports[1].errors.values()) < 0.03
 
 
 def test_what_config_json_cannot_say_is_refused(tmp_path: Path) -> None:
