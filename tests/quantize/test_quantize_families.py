@@ -157,7 +157,7 @@ def test_gptq_is_better_than_rounding(family: str, tmp_path: Path) -> None:
     for name in ("rtn", "gptq"):
         report = quantize_checkpoint(tmp_path / "model", tmp_path / name, method(name, 4), texts())
         errors[name] = sum(report.errors.values())
-    assert errors["gptq"] < 0.9 * errors["rtn"]
+    assert errors["gptq"] < 0.95 * errors["rtn"]
 
 
 def test_all_methods_see_the_widths_of_all_inputs(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from fastinfer.errors import RequestError
 from fastinfer.formats.unpacked import Grouped, Int4, Int8, Lut
 from fastinfer.quantize.awq import search_clipping, search_scales
+from fastinfer.quantize.calibration import CalibratedWeight
 from fastinfer.quantize.gptq import quantize_gptq
 from fastinfer.quantize.methods import METHODS, Method
 from fastinfer.quantize.rounding import NF4_TABLE, Grid, round_rows, round_to_int8, round_to_nearest, round_to_nf4
@@ -43,6 +44,19 @@ def test_statistics_are_the_output_error() -> None:
     assert found.output_error(change.clone()) == pytest.approx(float(expected), rel=1e-4)
     scales = random(COLS, seed=4).abs() + 0.5
     assert torch.allclose(found.scaled(scales).hessian, InputStatistics.of(x / scales).hessian, rtol=1e-3, atol=1e-4)
+
+
+def test_the_error_is_relative_to_what_it_is_of() -> None:
+    def quantize(found: CalibratedWeight, statistics: InputStatistics | None) -> None:
+        found.result = round_to_nearest(found.values, 4, GROUP)
+
+    of_weights, of_outputs = (CalibratedWeight(("a",), weight(), None, quantize) for _ in range(2))
+    of_weights.quantize_without_inputs()
+    change = round_to_nearest(weight(), 4, GROUP).dequantize() - weight()
+    assert of_weights.error == pytest.approx(float(change.norm() / weight().norm()), rel=1e-4)
+    of_outputs.linear(inputs())
+    expected = (inputs() @ change.T).norm() / (inputs() @ weight().T).norm()
+    assert of_outputs.error == pytest.approx(float(expected), rel=1e-3)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

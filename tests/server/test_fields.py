@@ -1,6 +1,7 @@
 """Every field is honoured or refused by its name."""
 
 import asyncio
+import sys
 from typing import Any
 
 import pytest
@@ -212,6 +213,13 @@ def test_errors_have_the_clients_own_names(case: tuple[str, dict[str, Any], str]
     status, answer = post(path, body)
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert param in answer["error"]["message"]
+
+
+def test_structured_output_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    status, answer = post(CHAT, structured(json={"type": "object"}))
+    assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+    assert "pip install 'fastinfer[structured]'" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("size", [200, 20_000], ids=["long", "far beyond"])

@@ -117,6 +117,7 @@ def test_a_head_is_trained_and_drafts(
     report = json.loads((out / "training_report.json").read_text())
     assert report["num_answers"] >= 32
     assert len(report["before"]) == len(report["after"]) == NUM_STEPS
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     llm = LLM(str(model), max_model_len=96, draft_model=str(out), num_speculative_tokens=3)
     always_speculate(llm.engine)

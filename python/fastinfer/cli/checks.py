@@ -114,9 +114,9 @@ def check_quantize(args: argparse.Namespace) -> None:
     method = quantization_method(args)
     if method.needs_inputs and args.calibration is None:
         raise RequestError(f"--calibration: {method.name} needs a text, got none")
-    for path in (args.calibration, args.evaluation):
-        if path is not None:
-            read_text(path)
+    for option in ("calibration", "evaluation"):
+        if (path := getattr(args, option)) is not None:
+            _read_text(option, path)
     check_new_folder("--out", Path(args.out))
     hub.resolve(args.model)
 
@@ -124,7 +124,7 @@ def check_quantize(args: argparse.Namespace) -> None:
 def check_train_head(args: argparse.Namespace) -> None:
     """Check the arguments of ``train-head``."""
     if args.data != SELF:
-        read_text(args.data)
+        _read_text("data", args.data)
     check_new_folder("--out", Path(args.out))
     hub.resolve(args.model)
 
@@ -136,15 +136,16 @@ def check_distill(args: argparse.Namespace) -> None:
     settings = distillation_settings(args)
     if settings.student is not None and settings.kept_layers is None:
         hub.resolve(settings.student)
-    for path in (args.data, args.evaluation):
-        if path not in (None, SELF):
-            read_text(path)
+    if args.data != SELF:
+        _read_text("data", args.data)
+    if args.evaluation is not None:
+        _read_text("evaluation", args.evaluation)
     hub.resolve(args.teacher)
 
 
 def check_eval(args: argparse.Namespace) -> None:
     """Check the arguments of ``eval``."""
-    read_text(args.text)
+    _read_text("text", args.text)
     for model in args.models:
         hub.resolve(model)
 
@@ -182,6 +183,13 @@ def distillation_settings(args: argparse.Namespace) -> Settings:
     return Settings(**given | {"stages": tuple(args.stages or ()), "losses": tuple(args.losses)})
 
 
+def _read_text(option: str, path: str) -> str:
+    try:
+        return read_text(path)
+    except RequestError as error:
+        raise RequestError(f"--{option}: {error}") from None
+
+
 def _is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
@@ -200,12 +208,12 @@ def _read_stdin() -> str:
 
 def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:
     if "json_schema" in args:
+        path = args["json_schema"]
+        schema = _read_text("json-schema", path)
         try:
-            return StructuredOutputsParams(json=Path(args["json_schema"]).read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{args['json_schema']}: expected a JSON schema in UTF-8, got {error}") from error
+            return StructuredOutputsParams(json=schema)
         except RequestError as error:
-            raise RequestError(f"{args['json_schema']}: {error}") from None
+            raise RequestError(f"--json-schema: {path}: {error}") from None
     if "regex" in args:
         return StructuredOutputsParams(regex=args["regex"])
     return StructuredOutputsParams(choice=args["choice"]) if "choice" in args else None

@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from fastinfer import hub
 from fastinfer.cli.checks import quantization_method
+from fastinfer.cli.late_bar import late_bar
 from fastinfer.evaluation.perplexity import perplexity, split_sections
 from fastinfer.evaluation.text_file import read_tokens
 from fastinfer.formats.gguf_shards import open_gguf
@@ -25,11 +26,11 @@ def run(args: argparse.Namespace) -> int:
         [] if path is None else split_sections(read_tokens(path, tokenizer), args.context, args.tokens)
         for path in (args.calibration, args.evaluation)
     )
-    with tqdm(desc=f"{method.name}, {sum(map(len, texts))} tokens", unit="layer") as bar:
+    with late_bar(desc=f"{method.name}, {sum(map(len, texts))} tokens", unit="layer") as bar:
 
         def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+            bar().total = total
+            bar().update(done - bar().n)
 
         out = Path(args.out)
         report = quantize_checkpoint(source, out, method, texts, progress)

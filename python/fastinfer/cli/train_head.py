@@ -5,19 +5,18 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from tqdm import tqdm
-
+from fastinfer.cli.late_bar import late_bar
 from fastinfer.train_head.run import train_head
 from fastinfer.utils.table import format_table
 
 
 def run(args: argparse.Namespace) -> int:
     """Train the head, and print and write what was done."""
-    with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}", disable=None) as bar:
+    with late_bar(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}", disable=None) as bar:
 
         def progress(text: str, share: float) -> None:
-            bar.set_description(text, refresh=False)
-            bar.update(round(100 * min(share, 1.0)) - bar.n)
+            bar().set_description(text, refresh=False)
+            bar().update(round(100 * min(share, 1.0)) - bar().n)
 
         report = train_head(args.model, args.data, args.minutes, Path(args.out), progress)
     (Path(args.out) / "training_report.json").write_text(json.dumps(asdict(report), indent=2) + "\n")

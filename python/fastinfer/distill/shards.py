@@ -13,6 +13,7 @@ from torch import Tensor
 from fastinfer.distill.teacher import Teacher
 from fastinfer.distill.texts import SHARD_SECTIONS, Texts
 from fastinfer.errors import RequestError
+from fastinfer.utils.file_mode import share_as_new
 
 
 class Shards:
@@ -64,6 +65,7 @@ class Shards:
         self.num_recorded += shard["ids"].numel()
         unfinished = path.with_suffix(f".{os.getpid()}")
         save_file(shard, unfinished, {"key": self._key})
+        share_as_new(unfinished)
         unfinished.rename(path)
         return shard
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastinfer.errors import UnsupportedModelError
+from fastinfer.utils.file_mode import share_as_new
 from fastinfer.utils.machine import has_bf16
 
 # Bytes of a number that is trained, which has a gradient and two means of AdamW, and of one that is not; all in fp32.
@@ -145,4 +146,6 @@ class Student:
         config.dtype = torch.bfloat16
         state = {name: tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
         self.model.save_pretrained(folder, state_dict=state)
+        for path in folder.glob("*.safetensors"):
+            share_as_new(path)
         self._tokenizer.save_pretrained(folder)

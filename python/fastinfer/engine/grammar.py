@@ -4,6 +4,7 @@ The parser is llguidance (https://github.com/guidance-ai/llguidance): a lexer ba
 expressions below an Earley parser, which run over the trie of all tokens.
 """
 
+import importlib.util
 import itertools
 import json
 import queue
@@ -283,18 +284,25 @@ class GrammarCompiler:
         return result
 
 
+def check_installed() -> None:
+    """Require the package that follows grammars.
+
+    Raises:
+        RequestError: llguidance is not installed.
+    """
+    if importlib.util.find_spec("llguidance") is None:
+        raise RequestError("structured output needs the package llguidance: pip install 'fastinfer[structured]'")
+
+
 def _make_ll_tokenizer(tokenizer: Tokenizer) -> "LLTokenizer":
     """Build the trie of all tokens; that takes 0.3 s for 49,000 of them.
 
     Raises:
         RequestError: llguidance is not installed, or the model has no end-of-sequence token.
     """
-    try:
-        from llguidance import LLTokenizer, TokenizerWrapper
-    except ImportError:
-        raise RequestError(
-            "structured output needs the package llguidance: pip install 'fastinfer[structured]'"
-        ) from None
+    check_installed()
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     if not tokenizer.eos_ids:
         raise RequestError("structured output needs a model with an end-of-sequence token, got one without")
     wrapper: Any = TokenizerWrapper(_Vocabulary(tokenizer))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.grammar import check_installed
 from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.engine.sequence import SequenceOptions
@@ -103,10 +104,12 @@ class RequestValidator:
         """Check the parameters against the model and the engine; SamplingParams itself has checked the rest.
 
         Raises:
-            RequestError: the parameters do not fit this engine.
+            RequestError: the parameters do not fit this engine, or a package is missing that they need.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        if params.structured_outputs is not None:
+            check_installed()
         check_int("n", params.n, 1, self._config.max_num_seqs)
         self._check_stop_strings(params.stop or ())
         for name, limit in (("stop_token_ids", "max_stop_token_ids"), ("logit_bias", "max_logit_bias")):

@@ -6,6 +6,7 @@ quantised in the order of their computation (QKV, output, gate and up, down: the
 only one layer's original weights are in memory at a time.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -44,8 +45,8 @@ class CalibratedWeight(Weight):
         factor: factor of the weight in its products.
         result: the quantised weight, for inputs divided by ``input_scales`` if they are set.
         input_scales: [in_features] fp32.
-        error: mean squared error of the output, relative to the output's mean square; without inputs that of the
-            weight.
+        error: relative error of the output in the Frobenius norm, ``||X(W - Q)|| / ||XW||``; without inputs that of
+            the weight, ``||W - Q|| / ||W||``.
     """
 
     names: tuple[str, ...]
@@ -68,14 +69,14 @@ class CalibratedWeight(Weight):
             statistics = InputStatistics.of(x)
             self._effective = self._quantized(statistics)
             change = self._effective - self.values
-            self.error = statistics.output_error(change) / max(statistics.output_error(self.values.clone()), 1e-30)
+            self.error = _relative_error(statistics.output_error(change), statistics.output_error(self.values))
             self._effective *= self.factor
         return ops.gemm(x, self._effective, bias=self.bias, **options)
 
     def quantize_without_inputs(self) -> None:
         """Quantise the weight by itself."""
         change = self._quantized(None) - self.values
-        self.error = float(change.square().sum()) / max(float(self.values.square().sum()), 1e-30)
+        self.error = _relative_error(float(change.square().sum()), float(self.values.square().sum()))
 
     def _quantized(self, statistics: InputStatistics | None) -> Tensor:
         """Quantise the weight and return what it is then worth, for the original inputs."""
@@ -86,6 +87,11 @@ class CalibratedWeight(Weight):
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         raise ValueError("a weight under calibration cannot be an embedding: call linear instead of rows")
+
+
+def _relative_error(squared_error: float, squared_norm: float) -> float:
+    """Return the quotient of two norms given their squares, of which rounding may leave a negative error."""
+    return math.sqrt(max(squared_error, 0.0) / max(squared_norm, 1e-30))
 
 
 @dataclass(eq=False)

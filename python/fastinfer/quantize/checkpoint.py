@@ -53,7 +53,7 @@ def quantize_checkpoint(
         method: the method and its numbers.
         texts: token ids of the calibration texts, all of them in memory at once; none for a method that needs none,
             which is faster and reports the errors of the weights.
-        progress: function that is called with the number of finished layers and the number of all layers.
+        progress: function that is called with the number of finished layers, at first 0, and the number of all layers.
 
     Returns:
         The error of each layer and the sizes of the files.
@@ -92,6 +92,7 @@ def quantize_checkpoint(
         quantize_weight(method, weight, statistics, fold_target(weight.names[0], config) is not None)
 
     with CheckpointWriter(out, source, FORMATS[method.name], settings) as writer:
+        progress(0, config.num_layers)
         layers = calibrate(checkpoint, texts, quantize) if texts else convert(checkpoint, quantize)
         for index, calibrated in enumerate(layers):
             report.errors |= _errors(calibrated)

@@ -5,6 +5,7 @@ reads the model.
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastinfer.errors import UnsupportedModelError
+from fastinfer.errors import FastinferError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFType
 from fastinfer.formats.unpacked import Dense
 from fastinfer.models.checkpoint import split_name, tiled_rows
@@ -51,6 +52,7 @@ def folder_of_gguf(file: GGUFFile, beside: Path, shard_bytes: int) -> Iterator[P
 
     Raises:
         UnsupportedModelError: the file has weights of another type, or its architecture is not known here.
+        FastinferError: that of the caller, which names the file where it named the folder.
     """
     for name, stored in file.tensors.items():
         if stored.type not in DTYPES:
@@ -71,7 +73,11 @@ def folder_of_gguf(file: GGUFFile, beside: Path, shard_bytes: int) -> Iterator[P
         shards.close()
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         file.write_metadata(folder / GGUF_TOKENIZER)
-        yield folder
+        try:
+            yield folder
+        except FastinferError as error:  # of a folder that the user has not made and cannot look at any more
+            pattern = rf"{re.escape(str(folder))}(/[\w.-]+)?"
+            raise type(error)(re.sub(pattern, lambda _: str(file.path), str(error))) from None
 
 
 class _RecordingCheckpoint(GGUFCheckpoint):

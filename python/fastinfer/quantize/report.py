@@ -13,7 +13,7 @@ class Report:
     Attributes:
         method: name and numbers of the method.
         errors_of: what the errors are of: ``"outputs"`` on the calibration text, or the ``"weights"`` themselves.
-        errors: mean squared error, relative to the mean square, by the names of the modules that share a weight.
+        errors: relative errors in the Frobenius norm, by the names of the modules that share a weight.
         bytes_before, bytes_after: sizes of the weight files.
         perplexity_before, perplexity_after: perplexity on the evaluation text in fp32; ``None`` without such a text.
     """

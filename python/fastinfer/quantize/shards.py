@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastinfer.errors import QuantizationError
 from fastinfer.formats.safetensors_folder import INDEX, SINGLE
+from fastinfer.utils.file_mode import share_as_new
 
 
 class ShardWriter:
@@ -59,8 +60,9 @@ class ShardWriter:
         (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _write(self) -> None:
-        # transformers requires this entry.
-        save_file(self._pending, self._temporary(self._count), metadata={"format": "pt"})
+        path = self._temporary(self._count)
+        save_file(self._pending, path, metadata={"format": "pt"})  # transformers requires this entry
+        share_as_new(path)
         self._count += 1
         self._pending, self._pending_bytes = {}, 0
 

@@ -1,14 +1,17 @@
 """uvicorn with TLS, signals, and a drain before the end."""
 
 import asyncio
+import errno
 import logging
 import signal
+import socket
 import time
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from fastinfer.errors import RequestError
 from fastinfer.server.config import HttpConfig
 from fastinfer.server.host_state import Host, HostState
 from fastinfer.server.http_protocol import BoundedHttpProtocol
@@ -57,6 +60,21 @@ class DrainingServer(uvicorn.Server):
         self._is_signalled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._notice = None if config.spot_notice is None else SpotNotice(config.spot_notice, config.metadata_url)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, which loads the model or asks the replicas, if the address can be listened on."""
+        if sockets is None and self.config.uds is None:
+            await self._check_address()
+        await super().startup(sockets)
+
+    async def _check_address(self) -> None:
+        loop, host, port = asyncio.get_running_loop(), self.config.host, self.config.port
+        try:
+            probe = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+        except OSError as error:
+            option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+            raise RequestError(f"{option}: {error.strerror}") from None
+        probe.close()
 
     async def main_loop(self) -> None:
         self._loop = asyncio.get_running_loop()

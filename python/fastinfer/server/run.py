@@ -27,6 +27,7 @@ def run(config: ServerConfig, load: Callable[[], AsyncEngine], sockets: list[soc
         sockets: bound sockets to listen on instead of the address in the settings.
 
     Raises:
+        RequestError: the address cannot be listened on.
         Exception: the error with which loading failed.
     """
     app = create_app(config, load)

@@ -12,6 +12,9 @@ def run(config: RouterConfig, host: RouterHost) -> int:
     Args:
         config: the router's settings.
         host: the replicas.
+
+    Raises:
+        RequestError: the address cannot be listened on.
     """
     server = DrainingServer(create_app(config, host), config)
     server.run()
