@@ -57,6 +57,7 @@ __global__ void shrink_kernel(AddLoraParams p) {
 
   const W* const a = static_cast<const W*>(p.a) + (matrix * p.max_rank + rank) * p.in;
   float sum = 0.0f;
+#pragma unroll 4  // loads at once
   for (int64_t i = lane * kCount; i < p.in; i += kWarpSize * kCount) {
     float values[kCount], weights[kCount];
     load_floats(x + i, values);
@@ -95,6 +96,7 @@ __global__ void expand_kernel(AddLoraParams p) {
     const W* b = static_cast<const W*>(p.b) + matrix * p.max_rank * p.out + column;
     const float* hidden = p.hidden + first * p.max_rank;
     float sums[kLoraTokens] = {};
+#pragma unroll 8  // loads at once
     for (int rank = 0; rank < rank_count; ++rank, b += p.out) {
       const float weight = to_float(*b);
 #pragma unroll

@@ -17,9 +17,8 @@ pytestmark = [
 # Places whose accesses cost more than what the same bytes need: at most so many times, in any call. Others cost at most
 # a tenth more, but for those that are less than a fiftieth of the kernel's costs.
 KNOWN_COSTS = {
-    # Gate and up lie 16 rows apart, so that eight lanes' rows meet the same banks; in the L2 they leave half a run out.
+    # Gate and up lie 16 rows apart, so that eight lanes' rows meet the same banks.
     "shared gemm/gemm_epilogue_cuda.h load_shared": 2.0,
-    "global gemm/gemm_epilogue_cuda.h load_slots": 1.5,
     "shared quant/w8a8_gemm_epilogue_cuda.h load_values": 2.0,
     # Every fourth chunk: 8 of 16 bytes, which four lanes read in each of four slots.
     "shared gemm/gemm_mins_cuda.h add": 4.0,
@@ -47,6 +46,7 @@ KNOWN_COSTS = {
     "shared attention/paged_attention_prefill_shared_cuda.h widen_piece": 2.0,
     # Columns of Q in another order, once a row tile; and scales, eight bytes that eight lanes share.
     "shared attention/paged_attention_queries_cuda.h store_chunk": 4.0,
+    "shared attention/paged_attention_queries_cuda.h load_rows": 1.35,
     "shared attention/paged_attention_softmax_cuda.h scale_positions": 2.0,
     "global attention/paged_attention_results_cuda.h merge": 1.2,
     "global attention/paged_attention_results_cuda.h write_results": 1.15,
@@ -178,10 +178,10 @@ def worst_places(calls: list[list[traffic.Access]]) -> dict[str, traffic.Access]
 
 def test_no_place_costs_more_than_is_known(calls: list[list[traffic.Access]]) -> None:
     worst = worst_places(calls)
-    for place, access in worst.items():
-        assert access.ratio <= KNOWN_COSTS.get(place, 1.1), f"{place}\n{traffic.HEADER}\n{access}"
-    for place, limit in KNOWN_COSTS.items():
-        assert worst[place].ratio > max(1.1, 0.8 * limit), f"{place}: no more than {worst[place].ratio:.2f}"
+    found = [f"{place}: {access}" for place, access in worst.items() if access.ratio > KNOWN_COSTS.get(place, 1.1)]
+    assert not found, "\n".join([traffic.HEADER, *found])
+    ratios = {place: worst[place].ratio if place in worst else 1.0 for place in KNOWN_COSTS}
+    assert not {place: ratio for place, ratio in ratios.items() if ratio <= max(1.1, 0.8 * KNOWN_COSTS[place])}
 
 
 def test_every_kernel_of_a_step_is_counted(calls: list[list[traffic.Access]]) -> None:
