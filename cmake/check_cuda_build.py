@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 
 # Kernels that may spill, by the start of their short name: the most bytes of stores and loads, and the reason.
 SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
-    "paged_attention_kernel": (208, "32 rows of sums and logits fill the registers"),
+    "paged_attention_kernel": (240, "32 rows of sums and logits fill the registers"),
     "gemm_kernel<GemmKernel<": (36, "two blocks share a multiprocessor's registers"),
     "all_reduce_add_rms_norm_kernel": (24, "loads of four vectors from eight ranks are under way"),
 }

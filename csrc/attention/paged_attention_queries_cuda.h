@@ -43,7 +43,7 @@ class QueryLoader {
     if (!aligned(p)) {
       load_steps<1>(p, item, [](const T* from) { return load<false>(from); }, rows, factors);
     } else if constexpr (kConverted) {
-      load_steps<kSteps % 8 == 0 ? 8 : 4>(p, item, [](const T* from) { return load<true>(from); }, rows, factors);
+      load_steps<4>(p, item, [](const T* from) { return load<true>(from); }, rows, factors);
     } else {
       for_each_step<4>(p, item, [&](int step, const T* from) {
         if (kChunks % kLanes != 0 && chunk() >= kChunks) return;

@@ -8,12 +8,12 @@
 
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 
 #include "common/cpu/read_ahead.h"
 #include "common/dtype.h"
+#include "common/text.h"
 
 namespace fastinfer {
 
@@ -65,11 +65,7 @@ class Checks {
 
   template <class... Parts>
   void require(bool condition, const Parts&... parts) const {
-    if (condition) return;
-    std::ostringstream message;
-    message << op_ << ": ";
-    (message << ... << parts);
-    throw std::runtime_error(message.str());
+    if (!condition) throw std::runtime_error(concatenate(op_, ": ", parts...));
   }
 
   void shape(const Tensor& t, const char* name, torch::headeronly::IntHeaderOnlyArrayRef expected) const {

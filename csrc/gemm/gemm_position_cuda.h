@@ -13,8 +13,8 @@ namespace fastinfer::cuda {
 template <bool kGrouped>
 using TokenTiles = std::conditional_t<kGrouped, ExpertTiles, NoExpertTiles>;
 
-// The unit and chunk that a worker is at. Whole warps construct and move it.
-template <bool kGrouped>
+// The unit and chunk that a worker is at. Whole warps construct and move it. kWide: units may be cut after whole ones.
+template <bool kGrouped, bool kWide = false>
 struct GemmPosition {
   using Tiles = TokenTiles<kGrouped>;
   int unit, chunk, row_unit, token_tile;
@@ -39,12 +39,9 @@ struct GemmPosition {
 
   __device__ void next_unit(const GemmParams& p, const Tiles& tiles) {
     chunk = 0;
-    if (!kGrouped && unit >= p.plan.whole_units) {
-      ++unit;
-    } else {
-      unit += p.plan.workers;
-      if (!kGrouped && unit >= p.plan.whole_units && p.plan.worker_chunks > 0) enter_line(p);
-    }
+    const bool whole = kGrouped || unit < p.plan.whole_units;
+    unit += whole ? p.plan.workers : 1;
+    if (kWide && !kGrouped && whole && unit >= p.plan.whole_units && p.plan.worker_chunks > 0) enter_line(p);
     locate(p, tiles);
   }
 

@@ -31,7 +31,7 @@ struct GemmWideShape {
 template <class Weight, class T, int kTokens, bool kGrouped>
 class GemmWideCopy {
   using Params = typename Weight::Params;
-  using Position = GemmPosition<kGrouped>;
+  using Position = GemmPosition<kGrouped, true>;
   using Shape = GemmWideShape<Weight::kFormat, kTokens>;
   static constexpr bool kDense = Shape::kDense;
   static constexpr int kThreads = Shape::kThreads, kChunk = Shape::kChunk, kBlocks = Shape::kBlocks;

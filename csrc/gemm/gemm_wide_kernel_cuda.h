@@ -59,7 +59,7 @@ struct GemmWideKernel {
       cp_async_commit();
       written = after(written);
     };
-    GemmPosition<kGrouped> here = copy.position();
+    GemmPosition<kGrouped, true> here = copy.position();
 #pragma unroll 1
     for (int i = Products::kFreedBehind; i < stages; ++i) start_copy();
     while (count > 0) {

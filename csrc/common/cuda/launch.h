@@ -4,22 +4,21 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 
 #include "common/cuda/device.h"
 #include "common/launch_config.h"
+#include "common/text.h"
 
 namespace fastinfer::cuda {
 
 inline void check(const char* name, const LaunchConfig& config, cudaError_t error) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // or torch would find it after some later operator
-  std::ostringstream message;
-  message << name << ": the launch of " << config.grid << " x " << config.grid_y << " blocks of " << config.block
-          << " threads with " << config.shared_bytes << " bytes of shared memory failed: " << cudaGetErrorString(error);
-  throw std::runtime_error(message.str());
+  throw std::runtime_error(concatenate(name, ": the launch of ", config.grid, " x ", config.grid_y, " blocks of ",
+                                       config.block, " threads with ", config.shared_bytes,
+                                       " bytes of shared memory failed: ", cudaGetErrorString(error)));
 }
 
 template <class... KernelArgs, class... Args>
