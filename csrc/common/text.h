@@ -7,8 +7,8 @@
 
 namespace fastinfer {
 
-// The parts one after another: text and numbers. No stream writes them: in a build by a GCC whose library is
-// newer than the one at run time, streams crashed at numbers.
+// The parts one after another: text and numbers. Streams are avoided: in a build by GCC 13.3 they crashed at numbers,
+// for a reason that was not found.
 template <class... Parts>
 std::string concatenate(const Parts&... parts) {
   std::string text;
