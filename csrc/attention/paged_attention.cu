@@ -1,9 +1,10 @@
 // Paged attention on the GPU: flash attention whose blocks share the whole batch's work evenly, however ragged.
 //
-//   plan (once per step): the line of work units, and where each block's stretch of it begins
-//   each block, for each row tile in its stretch:
+//   plan (once per step): the line of work units, and where each block's stretch of it begins; or, if no row tile is
+//   cut, how many there are, which blocks then take in turn
+//   each block, for each row tile in its stretch, or that it takes:
 //     O, maximum, sum = flash attention over its KV tiles
-//       up to 16 rows: the warps share them                     paged_attention_decode_cuda.h
+//       up to 16 rows, if there are stretches: shared by warps  paged_attention_decode_cuda.h
 //       else a warp has rows of its own                         paged_attention_prefill_cuda.h
 //       the same on sm_90a, at head sizes 64 and 128            paged_attention_prefill_wgmma_cuda.h
 //       values in the keys: the warps share columns, too        paged_attention_latent.cu

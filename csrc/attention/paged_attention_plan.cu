@@ -12,9 +12,11 @@ namespace {
 // A block without at least two tiles has nothing to overlap: both are loaded at once, so that the second costs little.
 constexpr int64_t kMinUnits = 2;
 
-// Row tiles of prompts stay whole if the longest has at most so much of a block's even share. Where two blocks share a
-// multiprocessor, the one with the longest is faster once the other has ended.
-constexpr int64_t kMostWholePercent = 180;
+// Row tiles of prompts stay whole if the longest has at most so much of a block's even share. A block that is alone on
+// its multiprocessor runs faster, so the longest may exceed the share.
+constexpr int64_t kMostLongestPercent = 180;
+// And if the rounds that blocks need for row tiles of the average length take at most so much of the share.
+constexpr int64_t kMostRoundsPercent = 130;
 
 // Sum over the threads up to and including this one. warp_sums: one a warp.
 __device__ int64_t inclusive_sum(int64_t value, int64_t* warp_sums) {
@@ -60,6 +62,10 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
     }
     return sum;
   };
+  const auto row_tiles_of = [&](const QueryRows& queries) {
+    return int64_t{p.kv_heads} * queries.row_tiles(row_tile(p.head_dim));
+  };
+  const int64_t row_tiles = add_up(row_tiles_of);
   int64_t longest = 0;   // of this thread's sequences, as `decodes`
   bool decodes = false;  // has rows for decode
   const int64_t units = add_up([&](const QueryRows& queries) {
@@ -67,10 +73,11 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
     return p.kv_heads * units_per_head(queries, p.window, p.head_dim, longest);
   });
   const int64_t per_block = max((units + p.blocks - 1) / p.blocks, kMinUnits);
-  const bool cuts = __syncthreads_or(decodes || longest * 100 > per_block * kMostWholePercent) != 0;
+  const int64_t rounds = (row_tiles + p.blocks - 1) / p.blocks;
+  const bool uneven = rounds * units * 100 > row_tiles * per_block * kMostRoundsPercent;
+  const bool cuts = __syncthreads_or(decodes || uneven || longest * 100 > per_block * kMostLongestPercent) != 0;
   if (p.batch_invariant || !cuts) {
-    const int64_t row_tiles =
-        add_up([&](const QueryRows& queries) { return int64_t{p.kv_heads} * queries.row_tiles(row_tile(p.head_dim)); });
+    add_up(row_tiles_of);
     if (thread == 0) *plan.header = {0, row_tiles}, *plan.taken() = 0;
     return;
   }

@@ -10,8 +10,8 @@
 //   warps          issue i - 1, copy, wait   issue i, copy, wait      issue i + 1, copy, wait
 //                              for i - 2                  for i - 1                  for i
 //
-// Of a packed weight, each warp writes its 16 rows in 16 bits (gemm/gemm_warp_products_cuda.h) to one of two places in
-// shared memory behind the stages, before the products of a chunk are issued and while those of the chunk before read
+// Of a packed weight, each warp writes its 16 rows as scale * q + min in 16 bits to one of two places in shared memory
+// behind the stages, before the products of a chunk are issued and while those of the chunk before read
 // the other place. (Fragments in registers would have to be waited for: ptxas 13.0 gives their registers away while
 // products read them.)
 #pragma once

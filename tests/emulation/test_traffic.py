@@ -38,6 +38,7 @@ KNOWN_COSTS = {
     "global attention/paged_attention_tile_cuda.h copy_scales": 2.0,
     "global attention/store_kv_cache_cuda.h quantize_head": 2.0,
     # Rows of 80 elements are ten pieces: eight lanes take two rows.
+    "shared attention/paged_attention_queries_cuda.h load_rows": 1.35,
     "shared attention/paged_attention_results_cuda.h merge": 1.55,
     "shared attention/paged_attention_decode_cuda.h store_values": 1.5,
     # Of four bits, which are two and a half chunks, and take the place of three.
@@ -46,7 +47,6 @@ KNOWN_COSTS = {
     "shared attention/paged_attention_prefill_shared_cuda.h widen_piece": 2.0,
     # Columns of Q in another order, once a row tile; and scales, eight bytes that eight lanes share.
     "shared attention/paged_attention_queries_cuda.h store_chunk": 4.0,
-    "shared attention/paged_attention_queries_cuda.h load_rows": 1.35,
     "shared attention/paged_attention_softmax_cuda.h scale_positions": 2.0,
     "global attention/paged_attention_results_cuda.h merge": 1.2,
     "global attention/paged_attention_results_cuda.h write_results": 1.15,

@@ -150,10 +150,11 @@ def test_units_that_are_cut(form: str, fusion: str, device: str) -> None:
 
 @pytest.mark.parametrize("form", ["int4", "dense"])
 @pytest.mark.parametrize(
-    ("tokens", "out_features", "in_features"), [(100, 100, 1280), (70, 1000, 1536), (150, 100, 4160), (130, 800, 1280)]
+    ("tokens", "out_features", "in_features"),
+    [(100, 100, 1280), (70, 1000, 1536), (150, 100, 4160), (130, 800, 1280), (70, 1600, 1536)],
 )
 def test_wide_units_that_are_cut(tokens: int, out_features: int, in_features: int, form: str, device: str) -> None:
-    """On six multiprocessors one unit, or six whole ones before one or two that are cut, in tiles of 128 and of 256."""
+    """On six multiprocessors one unit, or six or twelve whole ones before others, in tiles of 128 and of 256 tokens."""
     x = torch.randn(tokens, in_features, device=device).half()
     linear = Linear(form, out_features, in_features, torch.float16, device)
     options = gemm_options("bias+residual", x, out_features, torch.float32)

@@ -99,9 +99,11 @@ def test_row_tiles_of_prompts_stay_whole(emulated_library: Path, device: str) ->
     batch = make_batch(lengths, 6, 2, 64, dtype=torch.float16, device=device)
     assert_attention(batch)
     same_in_any_order(Emulator(emulated_library), batch.run)
+    assert_attention(quantized(batch, torch.int8))
     row_tiles = sum(-(-3 * queries // 128) for queries, _ in lengths) * 2
     assert plan_header(batch) == (0, row_tiles)
-    for cut in ([*lengths, (1, 70)], [(64, 6000)]):
+    equal = [(20, 500)] * 7  # 14 row tiles on 12 blocks: whole ones would take two rounds
+    for cut in ([*lengths, (1, 70)], [(64, 6000)], equal):
         units_per_block, _ = plan_header(make_batch(cut, 6, 2, 64, dtype=torch.float16, device=device))
         assert units_per_block > 0, cut
 

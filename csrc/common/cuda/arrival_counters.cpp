@@ -15,7 +15,7 @@ namespace fastinfer::cuda {
 namespace {
 
 constexpr const char* kWhat = "fastinfer: counters for blocks that share a result";
-constexpr int64_t kLeastCounters = 4096;  // more than a product needs on today's GPUs
+constexpr int64_t kLeastCounters = 4096;  // more than all but the largest products need
 
 struct Counters {
   int device = 0;

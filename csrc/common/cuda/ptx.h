@@ -27,7 +27,7 @@ __device__ inline uint32_t shared_address(const void* p) {
 }  // namespace detail
 
 // Copies 16 bytes from global to shared memory past the L1, asynchronously; both addresses are 16-byte aligned. With
-// valid = false nothing is read and zeros are written, as by the instruction's source size.
+// valid = false nothing is read and zeros are written.
 __device__ inline void cp_async(void* shared, const void* global, bool valid = true) {
   asm volatile(
       "{\n.reg .pred invalid;\nsetp.eq.s32 invalid, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, invalid;\n}" ::
