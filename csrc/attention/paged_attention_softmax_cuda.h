@@ -94,8 +94,8 @@ class RowSoftmax {
     return first <= last_position_ && (p_.window == 0 || first + count > first_position_ - p_.window + 1);
   }
 
-  // Turns the logits of positions `first` and on into probabilities relative to the rows' maxima, which may rise before. Where one of the
-  // warp's maxima moved, calls rescale(r, i, factor) for the results so far of each row.
+  // Turns the logits of positions `first` and on into probabilities relative to the rows' maxima, which may rise
+  // before. Where one of the warp's maxima moved, calls rescale(r, i, factor) for the results so far of each row.
   template <int kPositions, class Rescale>
   __device__ void update(Logits<kRowTiles, kPositions>& logits, int first, const Rescale& rescale) {
     auto& s = logits.values;
