@@ -11,9 +11,9 @@
 //                              for i - 2                  for i - 1                  for i
 //
 // Of a packed weight, each warp writes its 16 rows as scale * q + min in 16 bits to one of two places in shared memory
-// behind the stages, before the products of a chunk are issued and while those of the chunk before read
-// the other place. (Fragments in registers would have to be waited for: ptxas 13.0 gives their registers away while
-// products read them.)
+// behind the stages, before the products of a chunk are issued and while those of the chunk before read the other
+// place. (Fragments in registers would have to be waited for: ptxas 13.0 gives their registers away while products read
+// them.)
 #pragma once
 
 #include "common/cuda/wgmma.h"
@@ -88,8 +88,7 @@ class GemmWarpgroupProducts {
 
  private:
   static constexpr int kGroupThreads = 128;
-  static constexpr int kBlockBytes = kTileRows * kBlockInputs * Shape::kPackedBits / 8;
-  static constexpr int kLaneBytes = kBlockBytes / 64;                // of 16 inputs
+  static constexpr int kLaneBytes = Shape::kBlockBytes / 64;         // of 16 inputs
   static constexpr int kOrderBit = Shape::kPackedBits == 4 ? 2 : 1;  // by which half a warp's rows are told apart
 
   const Weight weight;
@@ -151,7 +150,7 @@ class GemmWarpgroupProducts {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (step > 0 && step % 2 == 0) s = load_scales(first_sixteen() / 2 ^ step / 2);
-      weight.sixteen(stage + (weight_place ^ (step / 2 * kBlockBytes | step % 2 * kLaneBytes)), a[step]);
+      weight.sixteen(stage + (weight_place ^ (step / 2 * Shape::kBlockBytes | step % 2 * kLaneBytes)), a[step]);
       scales.apply(a[step], s, 0);
     }
 #pragma unroll

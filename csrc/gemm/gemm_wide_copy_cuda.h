@@ -14,6 +14,7 @@ template <WeightFormat kFormat, int kTokens>
 struct GemmWideShape {
   static constexpr bool kDense = kFormat == WeightFormat::kDense;
   static constexpr int kPackedBits = packed_bits(kFormat);
+  static constexpr int kBlockBytes = kTileRows * kBlockInputs * kPackedBits / 8;  // of a packed weight
   static constexpr GemmTile kTile = wide_tile(kTokens);
   static constexpr int kThreads = kTile.threads(), kChunk = kTile.chunk, kBlocks = kTile.blocks();
   static constexpr int kRowBytes = kChunk * 2;  // of tokens and dense weights
@@ -100,7 +101,7 @@ class GemmWideCopy {
   int scale_pieces_left;                              // of its scales from there on
 
   // A packed chunk: each row tile's blocks lie together.
-  static constexpr int kBlockBytes = kTileRows * kBlockInputs * Shape::kPackedBits / 8;
+  static constexpr int kBlockBytes = Shape::kBlockBytes;
   static constexpr int kTilePieces = kBlocks * kBlockBytes / 16, kTileStep = kThreads / kTilePieces;
 
   __device__ int row_tiles() const {

@@ -6,8 +6,8 @@
 // or, on Hopper, by wgmma (gemm/gemm_warpgroup_products_cuda.h).
 //
 // There are at least three stages. Copies to shared memory (gemm/gemm_wide_copy_cuda.h) run ahead by all but one, on
-// Hopper by all but two, also from one unit to the next. The stage of a unit's last chunk then serves
-// for the sums on their way out.
+// Hopper by all but two, also from one unit to the next. The stage of a unit's last chunk then serves for the sums on
+// their way out.
 #pragma once
 
 #include <type_traits>
