@@ -304,6 +304,28 @@ def test_hits_that_nobody_holds_are_not_counted_as_room() -> None:
     assert not manager.can_allocate(sequence(13))
 
 
+def test_a_prefix_that_was_evicted_and_computed_again_is_shared_by_one_that_waits() -> None:
+    def other(token: int, num_tokens: int) -> Sequence:
+        result = Sequence("r", [token] * num_tokens, SamplingParams(), seed=0)
+        manager.allocate(result)
+        return result
+
+    manager = block_manager(12, 4)
+    prefix = sequence(24)
+    manager.allocate(prefix)
+    compute(manager, prefix)
+    manager.free(prefix)
+    _, short = other(100, 20), other(101, 4)
+    waiting = sequence(28)
+    assert not manager.can_allocate(waiting)
+    manager.free(other(102, 24))  # in place of all cached blocks
+    again = sequence(24)
+    manager.allocate(again)
+    compute(manager, again)
+    manager.free(short)
+    assert manager.can_allocate(waiting)
+
+
 def test_two_that_compute_the_same_at_the_same_time() -> None:
     manager = block_manager(8, 4)
     first, second = sequence(8), sequence(8)

@@ -18,11 +18,18 @@ from support.flat_model import flat_engine
 from support.toy import always_speculate
 
 import fastinfer
-from fastinfer.engine import ngram_index
+from fastinfer.engine import ngram_index, offloaded_cache
 from fastinfer.engine.adapter_queue import AdapterQueue
+from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.block_pool import BlockPool
+from fastinfer.engine.block_store import HostBlockStore
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.grammar import GrammarCompiler
+from fastinfer.engine.kv_offloading import KVOffloading
+from fastinfer.engine.prefix_hash import BlockContent
 from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.state_manager import StateManager
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import RequestOutputKind, SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
@@ -186,6 +193,82 @@ def hold_back(num_tokens: int, *, shared: bool) -> Engine:
 def test_a_waiting_prompt(shared: bool) -> None:
     short, long = (typical_cost(hold_back(length, shared=shared).step) for length in (2000, 20_000))
     assert_same(short, long, 18_000 // 32)
+
+
+def hold_prefix(num_tokens: int, kind: str) -> tuple[BlockManager, Sequence]:
+    """A prompt whose keys and values a running sequence holds, but not what else a prefix needs.
+
+    The model has states, whose snapshots are behind the prefix, or a window, whose blocks there are gone. The prompt
+    has room only if it shares its prefix.
+    """
+    states = StateManager(8, 4, enable_prefix_caching=True) if kind == "states" else None
+    pools = [BlockPool(num_tokens // 4 + 60), *([] if states else [BlockPool(14, 16)])]
+    manager = BlockManager(pools, 4, states=states)
+    prompt = [1 + 7 * i % 60 for i in range(num_tokens)]
+    holder = Sequence("holder", prompt + [61] * 80, SamplingParams(), 0)
+    manager.allocate(holder)
+    while holder.num_uncomputed_tokens:
+        manager.extend(holder, holder.num_computed_tokens + 4, 0)
+        chunk = Chunk(holder, 4)
+        manager.place_states([chunk])
+        holder.num_computed_tokens += 4
+        manager.advance_states(chunk)
+        manager.end_step(holder)
+    return manager, Sequence("waiting", prompt + [62] * 80, SamplingParams(), 0)
+
+
+def publish(manager: BlockManager, content: BlockContent) -> None:
+    """Add a snapshot or a block of the window to the prefix cache."""
+    if manager.states is not None:
+        manager.states.add_snapshot(content, lambda slot: None)
+    else:
+        pool = manager.pools[1]
+        block = pool.take()
+        pool.publish(block, content)
+        pool.remove_holder(block)
+
+
+@pytest.mark.parametrize("kind", ["states", "window"])
+def test_a_waiting_prompt_whose_known_prefix_does_not_count_as_computed(kind: str) -> None:
+    """Others publish what is no part of the prefix in the meantime."""
+
+    def cost(num_tokens: int) -> Cost:
+        manager, waiting = hold_prefix(num_tokens, kind)
+        others = iter(range(100))
+
+        def step() -> None:
+            publish(manager, BlockContent(bytes([next(others)]) * 32, b""))
+            assert not manager.can_allocate(waiting)
+
+        step()
+        return typical_cost(step)
+
+    assert_same(cost(2000), cost(20_000), 18_000 // 4)
+
+
+@pytest.mark.parametrize("kind", ["states", "window"])
+def test_a_waiting_prompt_is_admitted_once_its_prefix_counts_as_computed(kind: str) -> None:
+    manager, waiting = hold_prefix(400, kind)
+    assert not manager.can_allocate(waiting)
+    # Of a window, whose blocks before the 90th one a next token sees, the last block to come is the first one.
+    for index in [89] if kind == "states" else [89, 88, 87, 86]:
+        assert not manager.can_allocate(waiting)
+        publish(manager, manager._content(waiting, index))
+    assert manager.can_allocate(waiting)
+    manager.allocate(waiting)
+    assert waiting.num_computed_tokens == 360
+
+
+def test_an_admitted_prompt_of_a_model_with_states_is_looked_up_in_the_stores_by_bisection() -> None:
+    def lines(num_tokens: int) -> int:
+        worker: Any = SimpleNamespace(part_bytes=lambda part: 64)
+        offloading = KVOffloading([worker], HostBlockStore(1000), None, 8)
+        states = StateManager(8, 4, enable_prefix_caching=True)
+        manager = BlockManager([BlockPool(num_tokens // 4)], 4, offloading=offloading, states=states)
+        prompt = Sequence("prompt", [1 + 7 * i % 60 for i in range(num_tokens)], SamplingParams(), 0)
+        return cost_of(lambda: manager.allocate(prompt), offloaded_cache.__file__).lines
+
+    assert 0 < lines(40_000) < 2 * lines(4_000)
 
 
 def test_the_ngram_index_of_a_prompt_is_built_over_several_steps() -> None:

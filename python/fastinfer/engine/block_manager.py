@@ -4,6 +4,7 @@ Paging follows Kwon et al., 2023, https://arxiv.org/abs/2309.06180. Cached prefi
 :mod:`fastinfer.engine.prefix_hash`.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as List
 from functools import partial
@@ -71,6 +72,7 @@ class BlockManager:
         self.num_hit_tokens = 0
         self._offloading = offloading
         self._separates_roles = separates_roles
+        self._all_pools = [*pools, *([] if states is None else [states.pool])]
         if offloading is not None:
             [pool] = pools
             pool.on_eviction = offloading.blocks.note_eviction
@@ -134,6 +136,7 @@ class BlockManager:
 
         For the remaining tokens it gets new blocks in groups without a window; for the others see :meth:`extend`.
         """
+        sequence.prefix_scan = None
         num_hits, tables, num_known = self._find_prefix(sequence)
         if self._restore_last_snapshot(sequence, num_hits, num_known) > num_hits:
             num_hits, tables, num_known = self._find_prefix(sequence)
@@ -156,7 +159,7 @@ class BlockManager:
                 self._extend(pool, table, len(sequence))
         sequence.is_loading = self._offloading is not None and sequence.reads_prefix
         if sequence.states is not None:
-            sequence.states.num_loaded_blocks = self._last_snapshot(sequence)
+            sequence.states.num_loaded_blocks = self._last_snapshot(sequence, num_known)
         self.load(sequence)
 
     def begin_step(self) -> None:
@@ -337,7 +340,7 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; sequences keep the blocks that they hold."""
-        for pool in [*self.pools, *([] if self.states is None else [self.states.pool])]:
+        for pool in self._all_pools:
             pool.forget_contents()
 
     def rebuild(self, holders: list[Sequence]) -> None:
@@ -368,30 +371,46 @@ class BlockManager:
         """Return whether a waiting sequence can share this many blocks of a pool with running ones."""
         if self._max_shared(sequence, pool) < num_blocks:
             return False
-        num_hits, tables, _ = self._find_prefix(sequence)
-        hits = tables[self.pools.index(pool)].blocks
-        num_used = sum(pool.num_holders(block) > 0 for block in hits)
-        sequence.prefix_scan = PrefixScan(num_hits, num_used, pool.num_acquired)
-        return num_used >= num_blocks
+        num_hits, _, _ = self._find_prefix(sequence)
+        scan = sequence.prefix_scan = self._new_scan(pool)
+        self._continue_scan(scan, sequence, pool)
+        scan.num_hits = num_hits
+        return self._max_shared(sequence, pool) >= num_blocks
 
     def _max_shared(self, sequence: Sequence, pool: BlockPool) -> int:
-        """Return a bound of the number of blocks that a waiting sequence could share with running ones.
-
-        The bound is too low only if a block of the prefix was evicted and then computed again, by a sequence that still
-        runs. The sequence then waits a little longer than it must.
-        """
+        """Return an upper bound of the number of blocks that a waiting sequence could share with running ones."""
         if not self.enable_prefix_caching or not sequence.reads_prefix:
             return 0
         scan = sequence.prefix_scan
         if scan is None:
-            scan = sequence.prefix_scan = PrefixScan(0, 0, pool.num_acquired)
-        while scan.num_blocks < (len(sequence) - 1) // self.block_size:
-            num_holders = pool.holders_of_key(self._key(sequence, scan.num_blocks))
+            scan = sequence.prefix_scan = self._new_scan(pool)
+        for place, other in enumerate(self._all_pools):
+            # More of the known blocks may count as computed: up to a snapshot, or to where a block leaves its window.
+            reach = num_blocks_for(other.window, self.block_size) + 1
+            for key in other.keys_since(scan.num_published[place]):
+                if (index := scan.indices.get(key)) is not None:
+                    scan.num_hits = max(scan.num_hits, index + reach)
+                    scan.num_recomputed += other is pool
+            scan.num_published[place] = other.num_published
+        self._continue_scan(scan, sequence, pool)
+        num_hits = min(scan.num_hits, len(scan.num_used))
+        num_used = scan.num_used[num_hits - 1] if num_hits else 0
+        return min(num_used + scan.num_recomputed + pool.num_acquired - scan.num_acquired, num_hits)
+
+    def _new_scan(self, pool: BlockPool) -> PrefixScan:
+        return PrefixScan(pool.num_acquired, [other.num_published for other in self._all_pools])
+
+    def _continue_scan(self, scan: PrefixScan, sequence: Sequence, pool: BlockPool) -> None:
+        """Look up the blocks behind those that a scan has found, up to the first one that the pool does not have."""
+        for index in range(len(scan.num_used), (len(sequence) - 1) // self.block_size):
+            key = self._key(sequence, index)
+            num_holders = pool.holders_of_key(key)
             if num_holders is None:
                 break
-            scan.num_blocks += 1
-            scan.num_used += num_holders > 0
-        return min(scan.num_used + pool.num_acquired - scan.num_acquired, scan.num_blocks)
+            scan.num_used.append((scan.num_used[-1] if index else 0) + (num_holders > 0))
+            scan.indices[key] = index
+            if self.states is None or self.states.pool.holders_of_key(key) is not None:
+                scan.num_hits = index + 1
 
     def _find_prefix(self, sequence: Sequence) -> tuple[int, list[BlockTable], int]:
         """Return the cached blocks of a sequence's prefix, without its last token, whose logits must be computed.
@@ -454,19 +473,31 @@ class BlockManager:
             sequence.images.mark(tokens, start)
         return tokens_to_bytes(tokens)
 
-    def _last_snapshot(self, sequence: Sequence) -> int:
+    def _last_snapshot(self, sequence: Sequence, num_known: int) -> int:
         """Return up to which block of an admitted sequence's prefix there is a snapshot, in the stores or in the cache.
 
-        The result is the number of blocks that the prefix cache has, if there is none behind them.
+        The result is the number of blocks that count as computed, if there is none behind them.
+
+        Args:
+            sequence: the sequence.
+            num_known: number of blocks that the prefix cache has, behind which snapshots have been looked for already.
         """
-        num_hits = sequence.num_cached_blocks
-        if self._offloading is None or self.states is None or not sequence.reads_prefix:
-            return num_hits
-        for count in range((len(sequence) - 1) // self.block_size, num_hits, -1):
+        offloading, states = self._offloading, self.states
+        if offloading is None or states is None or not sequence.reads_prefix:
+            return sequence.num_cached_blocks
+        [pool] = self.pools
+
+        def is_nowhere(index: int) -> bool:
+            content = self._content(sequence, index)
+            return pool.find(content) is None and not offloading.blocks.contains(content)
+
+        # Loading ends at the first block that is nowhere. Bisection finds one that is not before it.
+        end = bisect_left(range((len(sequence) - 1) // self.block_size), True, lo=num_known, key=is_nowhere)
+        for count in range(end, num_known, -1):
             content = self._content(sequence, count - 1)
-            if self.states.has_snapshot(content) or self._offloading.states.contains(content):
+            if states.has_snapshot(content) or offloading.states.contains(content):
                 return count
-        return num_hits
+        return sequence.num_cached_blocks
 
     def _restore_last_snapshot(self, sequence: Sequence, first: int, last: int) -> int:
         """Put the last snapshot between two blocks back into the prefix cache, if it is in the stores alone.

@@ -1,7 +1,8 @@
 """The blocks of one group of layers: which are free, which are used, and which are cached under their content."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 from fastinfer.engine.prefix_hash import BlockContent
 
@@ -23,6 +24,7 @@ class BlockPool:
     Attributes:
         num_blocks, window: see above.
         num_acquired: cached blocks that became used since the start.
+        num_published: contents for which a block became known since the start.
         on_eviction: function that is called with a block and its content when it leaves the prefix cache for lack of
             room, before the block is reused; ``None`` for none.
     """
@@ -31,6 +33,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.window = window
         self.num_acquired = 0
+        self.num_published = 0
         self.on_eviction: Callable[[int, BlockContent], None] | None = None
         # A stack with block 0 on top, so that released blocks are reused before memory that was never touched.
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -91,6 +94,13 @@ class BlockPool:
         block = self._by_key.get(key)
         return None if block is None else self._ref_counts[block]
 
+    def keys_since(self, num_published: int) -> Iterator[bytes]:
+        """Return the keys of the contents that were published after the first ``num_published`` ones, newest first.
+
+        As many keys are returned as were published, so that older ones follow if some of them are forgotten.
+        """
+        return islice(reversed(self._by_key), self.num_published - num_published)
+
     def content(self, block: int) -> BlockContent | None:
         """Return the content under which a block is found; ``None`` if it is not."""
         return self._contents[block]
@@ -108,6 +118,7 @@ class BlockPool:
         if content.key not in self._by_key:
             self._by_key[content.key] = block
             self._contents[block] = content
+            self.num_published += 1
 
     def replace(self, block: int, content: BlockContent) -> None:
         """Let later sequences find this used block instead of another one with the same content."""
@@ -115,12 +126,14 @@ class BlockPool:
         if other == block:
             return
         if other is not None:
+            del self._by_key[content.key]
             self._contents[other] = None
             if other in self._cached:
                 del self._cached[other]
                 self._free.append(other)
         self._by_key[content.key] = block
         self._contents[block] = content
+        self.num_published += 1
 
     def evict(self, block: int) -> None:
         """Remove a block from the prefix cache as :meth:`forget` does, after ``on_eviction`` was called with it."""

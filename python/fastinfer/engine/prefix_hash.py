@@ -8,7 +8,7 @@ salt and the adapter: sequences share blocks only if both are the same. vLLM wor
 
 import hashlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,23 @@ class BlockContent:
 
 @dataclass(slots=True)
 class PrefixScan:
-    """An upper bound of the blocks that a waiting sequence could share with running ones.
+    """What was found of a waiting sequence's prefix: a bound of the blocks that it could share with running ones.
 
     Attributes:
-        num_blocks: number of blocks, from the first on, that were found in the prefix cache.
-        num_used: number of them that running sequences held.
-        num_acquired: the block manager's count of acquired blocks at that time.
+        num_acquired: the pool's count of acquired blocks at the beginning of the scan.
+        num_published: for each pool of blocks or slots, its count of published contents at the last look.
+        num_used: how many of the first 1, 2, ... blocks that were found in the prefix cache running sequences held.
+        indices: index of each of these blocks by its key.
+        num_hits: number of blocks of the prefix that count as computed, at most.
+        num_recomputed: blocks of the prefix that were evicted and then computed again since they were found.
     """
 
-    num_blocks: int
-    num_used: int
     num_acquired: int
+    num_published: list[int]
+    num_used: list[int] = field(default_factory=list)
+    indices: dict[bytes, int] = field(default_factory=dict)
+    num_hits: int = 0
+    num_recomputed: int = 0
 
 
 def first_key(cache_salt: str, adapter_digest: str) -> bytes:
