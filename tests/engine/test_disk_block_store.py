@@ -242,6 +242,27 @@ def test_a_queue_that_is_full_drops_blocks(tmp_path: Path, monkeypatch: pytest.M
     assert [check(store, number) for number in range(5)] == [True] * 3 + [False] * 2
 
 
+def test_a_block_that_waits_to_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a miss once it could not be written."""
+    may_end = threading.Event()
+    store = make(tmp_path)
+
+    def write(*args: object) -> None:
+        assert may_end.wait(30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", write)
+    store.put(content(0), HostCopy([payload(0)]))
+    assert store.touch(content(0))
+    assert check(store, 0)
+    assert store.get(BlockContent(content(0).key, content(1).tokens), BLOCK_BYTES) is None
+    may_end.set()
+    store.flush()
+    assert not store.touch(content(0))
+    assert not check(store, 0)
+    assert (store.num_loaded, store.num_failed) == (1, 1)
+
+
 def test_a_forked_process_writes_too(tmp_path: Path) -> None:
     store = make(tmp_path)
     fill(store, 1)

@@ -45,6 +45,14 @@ _MODEL_FOLDER = re.compile(r"[0-9a-f]{64}")
 _BLOCK_FILE = re.compile(r"[0-9a-f]{64}\.kv")
 
 
+class _Queued(NamedTuple):
+    """A block that waits to be written."""
+
+    content: BlockContent
+    data: HostCopy
+    future: Future[None]
+
+
 class _File(NamedTuple):
     """A file of the folder; files sort by the time of their last use."""
 
@@ -70,7 +78,9 @@ def prepare_folder(folder: Path) -> None:
 
 
 class DiskBlockStore(BlockStore):
-    """Blocks in files. Nothing that happens to the files is an error: a block that cannot be read is a miss.
+    """Blocks in files, and those that wait to be written.
+
+    Nothing that happens to the files is an error: a block that cannot be read is a miss.
 
     Args:
         folder: folder of the files of all models; it is created if it does not exist.
@@ -104,14 +114,14 @@ class DiskBlockStore(BlockStore):
 
     def renew_after_fork(self) -> None:
         """Begin with an empty queue and no thread, as in a forked process, which has none of its parent's threads."""
-        self._queued: dict[bytes, Future[None]] = {}
+        self._queued: dict[bytes, _Queued] = {}
         self._queued_bytes = 0
         self._queue_lock = threading.Lock()  # blocks leave the queue in the writer's thread
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fastinfer-kv-writer")
 
     def flush(self) -> None:
         """Wait until all queued blocks are written. At its end, a process waits for them by itself."""
-        wait(list(self._queued.values()))
+        wait([queued.future for queued in list(self._queued.values())])
 
     def touch(self, content: BlockContent) -> bool:
         if content.key in self._queued:
@@ -129,15 +139,15 @@ class DiskBlockStore(BlockStore):
                 self.num_dropped += 1
                 return
             self._queued_bytes += num_bytes
-            self._queued[content.key] = future = self._writer.submit(self._write, content, data)
-        future.add_done_callback(lambda _: self._leave_queue(content, num_bytes))
-
-    def _leave_queue(self, content: BlockContent, num_bytes: int) -> None:
-        with self._queue_lock:
-            self._queued.pop(content.key, None)
-            self._queued_bytes -= num_bytes
+            future = self._writer.submit(self._write_queued, content, data)
+            self._queued[content.key] = _Queued(content, data, future)
 
     def get(self, content: BlockContent, num_bytes: int) -> Tensor | None:
+        queued = self._queued.get(content.key)
+        if queued is not None and queued.content == content:
+            [data] = queued.data.wait()
+            self.num_loaded += 1
+            return data
         path = self._path(content)
         header = self._header(content)
         size = len(header) + num_bytes + 4
@@ -166,8 +176,16 @@ class DiskBlockStore(BlockStore):
     def _header(self, content: BlockContent) -> bytes:
         return MAGIC + self._fingerprint + content.key + content.tokens
 
+    def _write_queued(self, content: BlockContent, data: HostCopy) -> None:
+        """Write a block's file, and take the block out of the queue, in the writer's thread."""
+        try:
+            self._write(content, data)
+        finally:
+            with self._queue_lock:
+                self._queued.pop(content.key, None)
+                self._queued_bytes -= data.num_bytes
+
     def _write(self, content: BlockContent, data: HostCopy) -> None:
-        """Write a block's file, in the writer's thread."""
         path = self._path(content)
         try:
             [tensor] = data.wait()
