@@ -43,11 +43,6 @@ class OffloadedCache:
         self._used: list[tuple[int, BlockContent]] = []
         self._evicted: list[tuple[int, BlockContent]] = []
 
-    @property
-    def num_noted(self) -> int:
-        """Number of entries that :meth:`save` would store."""
-        return len(self._used) + len(self._evicted)
-
     def note_use(self, entry: int, content: BlockContent) -> None:
         """Note that a sequence has computed an entry, or found it in the prefix cache."""
         if self._disk is not None:
