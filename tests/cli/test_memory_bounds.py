@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from support.eagle_heads import random_head, write_speculators
 from support.families import save_model
 from support.gguf_model_file import write_gguf
+from support.mtp_models import MTPModel
 from support.random_checkpoint import RandomCheckpoint, int4
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from fastinfer.errors import RequestError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.formats.unpacked import Lut
 from fastinfer.hub import DEFAULT_MODEL
-from fastinfer.models import load_weights, open_checkpoint
+from fastinfer.models import load_weights, open_checkpoint, open_mtp_checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_config import read_gguf_config
@@ -389,6 +390,24 @@ def test_memory_of_a_draft_head(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert alone["draft"] is None
     assert main(["info", "--memory", DEFAULT_MODEL, "--context", "100", "--draft-model", str(head)]) == 0
     assert re.search(r"draft +[\d.]+ MiB of weights and a cache of [\d.]+ MiB, which", capsys.readouterr().out)
+
+
+def test_memory_of_the_layers_for_multi_token_prediction_that_are_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One per draft, as far as the model has them: here two."""
+    model = MTPModel("deepseek-v3", 2).write(tmp_path)
+
+    def described(*options: str) -> Any:
+        assert (
+            main(["info", "--json", "--memory", str(model), "--context", "100", "--draft-model", "mtp", *options]) == 0
+        )
+        return json.loads(capsys.readouterr().out)["draft"]
+
+    one, two = (asdict(draft_memory(open_mtp_checkpoint(model, max_layers=n), KV_DTYPES[:-1], 100, 1)) for n in (1, 2))
+    assert two["weights_bytes"] > one["weights_bytes"]
+    assert described() == described("--speculate", "1") == one
+    assert described("--speculate", "2") == described("--speculate", "5") == two
 
 
 def test_memory_of_each_device(tmp_path: Path) -> None:

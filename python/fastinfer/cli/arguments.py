@@ -3,6 +3,7 @@
 import argparse
 
 from fastinfer.cli.options import (
+    MAX_SPECULATIVE_TOKENS,
     add_adapter_option,
     add_engine_options,
     add_loading_options,
@@ -98,6 +99,12 @@ def add_info(parser: argparse.ArgumentParser) -> None:
         "--device", type=device, metavar="LIST", help="with --memory: devices like cuda:0=24,cuda:1=8 or cuda+cpu"
     )
     parser.add_argument("--draft-model", metavar="MODEL", help="with --memory: a draft model or head beside it; or mtp")
+    parser.add_argument(
+        "--speculate",
+        type=count(1, MAX_SPECULATIVE_TOKENS),
+        metavar="N",
+        help="with --memory: drafts per step, as many layers of mtp at most; default: 1",
+    )
     parser.add_argument("--group", type=count(32), metavar="N", help="with --plan: inputs that share a scale")
     parser.add_argument(
         "--arch", type=count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"

@@ -26,7 +26,7 @@ from fastinfer.utils.checks import check_new_folder, show_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 # Options of ``info`` that say more about what another one asks for.
-INFO_OPTIONS = {"memory": ("context", "batch", "device", "draft_model"), "plan": ("group", "arch")}
+INFO_OPTIONS = {"memory": ("context", "batch", "device", "draft_model", "speculate"), "plan": ("group", "arch")}
 
 
 def check_nothing(args: argparse.Namespace) -> None:

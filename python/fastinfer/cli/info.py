@@ -24,7 +24,12 @@ def run(args: argparse.Namespace) -> int:
         from fastinfer.cli import memory_description, memory_report
 
         described = memory_description.describe(
-            args.memory, args.context, args.batch or 1, device=args.device, draft_model=args.draft_model
+            args.memory,
+            args.context,
+            args.batch or 1,
+            device=args.device,
+            draft_model=args.draft_model,
+            num_drafts=args.speculate or 1,
         )
         print(json.dumps(described, indent=2) if args.json else memory_report.report(described))
         return 0

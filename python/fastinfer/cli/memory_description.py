@@ -38,6 +38,7 @@ def describe(
     rates: Rates | None = None,
     device: str | None = None,
     draft_model: str | None = None,
+    num_drafts: int = 1,
 ) -> dict[str, Any]:
     """Compute all figures as JSON values, in bytes and seconds.
 
@@ -49,6 +50,7 @@ def describe(
         device: list of places whose memory is described, too; ``None`` for none.
         draft_model: name or path of a draft model or a draft head beside it, ``"mtp"`` for the model's own; ``None``
             for none.
+        num_drafts: number of drafts per step, which is the largest number of its own layers that a model drafts with.
 
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the model cannot be loaded.
@@ -73,8 +75,10 @@ def describe(
     own = next(iter(layouts))
     draft = None
     if draft_model is not None:
-        is_own = draft_model == hub.MTP
-        source = open_mtp_checkpoint(checkpoint.path) if is_own else open_checkpoint(hub.resolve(draft_model))
+        if draft_model == hub.MTP:
+            source = open_mtp_checkpoint(checkpoint.path, max_layers=num_drafts)
+        else:
+            source = open_checkpoint(hub.resolve(draft_model))
         with one_torch_thread():
             draft = draft_memory(source, kv_dtypes, context, batch)
 
