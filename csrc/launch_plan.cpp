@@ -104,22 +104,22 @@ LaunchPlan plan_add_lora(const Sizes& sizes, const Device&) {
   };
 }
 
-LaunchPlan plan_gated_delta_rule(const Sizes& sizes, const Device&) {
+LaunchPlan plan_gated_delta_rule(const Sizes& sizes, const Device& device) {
   const int64_t tokens = sizes.at("tokens"), heads = sizes.at("value_heads"), value_dim = sizes.at("value_dim");
-  const auto p = cuda::plan_gated_delta_rule(sizes.at("seqs"), tokens, heads, sizes.at("key_dim"), value_dim);
+  const auto p = cuda::plan_gated_delta_rule(sizes.at("seqs"), tokens, heads, sizes.at("key_dim"), value_dim, device);
   return {
-      .facts = {{"columns_per_block", cuda::kDeltaColumns}, {"rows_per_warp", cuda::kDeltaRows}},
+      .facts = {{"columns_per_block", p.columns}, {"rows_per_warp", p.rows}},
       .workspace_bytes = tokens * heads * value_dim * static_cast<int64_t>(sizeof(float)),
       .launches = {{"gated_delta_rule", p.rule}, {"gated_norm", p.norm}},
   };
 }
 
-LaunchPlan plan_mamba2_scan(const Sizes& sizes, const Device&) {
+LaunchPlan plan_mamba2_scan(const Sizes& sizes, const Device& device) {
   const int64_t tokens = sizes.at("tokens"), heads = sizes.at("heads"), head_dim = sizes.at("head_dim");
-  const auto p =
-      cuda::plan_mamba2_scan(sizes.at("seqs"), tokens, heads, sizes.at("groups"), sizes.at("state_dim"), head_dim);
+  const auto p = cuda::plan_mamba2_scan(sizes.at("seqs"), tokens, heads, sizes.at("groups"), sizes.at("state_dim"),
+                                        head_dim, device);
   return {
-      .facts = {{"columns_per_block", cuda::kScanColumns}, {"rows_per_warp", cuda::kScanRows}},
+      .facts = {{"columns_per_block", p.columns}, {"rows_per_warp", p.rows}},
       .workspace_bytes = tokens * heads * head_dim * static_cast<int64_t>(sizeof(float)),
       .launches = {{"mamba2_scan", p.scan}, {"scan_norm", p.norm}},
   };

@@ -191,19 +191,19 @@ def causal_conv1d(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
 
 
 def gated_delta_rule(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
-    """A decode step of a head of 128: a warp's 32 rows of 32 columns of the state are read and written."""
+    """A decode step of a head of 128: a warp's eight columns of the state are read and written."""
     moves = 8
     size = 2 * moves * COPY
-    work = (("LDG.E.128", moves), ("STG.E.128", moves))
-    yield Round(work, bytes=size, l2_bytes=size, threads=128, shared=11_360, straight=True)
+    work = ((r"LDG\.E\.NA\..*128", moves), (r"STG\.E\.EF\.128", moves))
+    yield Round(work, bytes=size, l2_bytes=size, threads=128, shared=20_224, straight=True)
 
 
 def mamba2_scan(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
     """A decode step of a head of 64 with 128 rows: like the delta rule's, with more shared memory."""
     moves = 8
     size = 2 * moves * COPY
-    work = (("LDG.E.128", moves), ("STG.E.128", moves))
-    yield Round(work, bytes=size, l2_bytes=size, threads=128, shared=13_376, straight=True)
+    work = ((r"LDG\.E\.NA\..*128", moves), (r"STG\.E\.EF\.128", moves))
+    yield Round(work, bytes=size, l2_bytes=size, threads=128, shared=22_720, straight=True)
 
 
 def combine_experts(name: re.Match[str], tiles: Tiles) -> Iterator[Round]:
@@ -224,8 +224,8 @@ FAMILIES: list[tuple[str, RoundsOf]] = [
     (rf"combine_experts_kernel<{TYPE}, [48]>", combine_experts),
     (rf"embedding_kernel<(?P<weight>\w+), {TYPE}, (?P<count>[48])>", embedding),
     (r"causal_conv1d_kernel<\w+, (?P<count>[48]), (?P<kernel>\d), (?P<gated>true|false)>", causal_conv1d),
-    (r"gated_delta_rule_kernel", gated_delta_rule),
-    (r"mamba2_scan_kernel", mamba2_scan),
+    (r"gated_delta_rule_kernel<\w+, 128, false>", gated_delta_rule),
+    (r"mamba2_scan_kernel<\w+, 128, false>", mamba2_scan),
     (rf"sigmoid_gate_kernel<{TYPE}, [48]>", straight(2, 1)),
     (r"relu2_kernel<\w+, [48]>", straight(1, 1)),
     (r"softcap_kernel<\w+, [48]>", straight(1, 1)),
@@ -254,6 +254,8 @@ UNMODELLED = {
     r"expand_kernel": "an element of B a lane: how many sums it enters depends on the tokens' adapters",
     r"shrink_kernel": "the loop of its norm looks like that of its product",
     r"expert_tiles_kernel": "a warp that reads a number per expert",
+    r"(gated_delta_rule|mamba2_scan)_kernel<\w+, \d+, true>": "a prompt's tokens in turn: bound by latency",
+    r"(gated_delta_rule|mamba2_scan)_kernel<\w+, 256, false>": "like that of 128 rows",
     r"(gated|scan)_norm_kernel": "reads what the kernel before has left in the L2",
     r"pack_kernel": "runs once, when a model is loaded",
     r"(head_rows|local_ids)_kernel": "writes an integer a row",

@@ -63,7 +63,8 @@ Tensor gated_delta_rule(const Output& output, const Tensor& qkv, const Tensor& z
   const Tensor out = output.tensor(check, qkv, {tokens, values});
   params.out = out.data_ptr();
   Tensor outputs;
-  if (gpu_of(qkv) != nullptr) {
+  if (const cuda::Device* const gpu = gpu_of(qkv)) {
+    params.device = *gpu;
     const bool aligned = reinterpret_cast<uintptr_t>(params.state) % 16 == 0 && params.slots.stride % 4 == 0;
     check.require(aligned, "recurrent_state must have slots that are aligned to 16 bytes on CUDA");
     outputs = new_tensor(qkv, {tokens, values}, ScalarType::Float);

@@ -1,7 +1,7 @@
-// The gated delta rule on the GPU. A block has 32 columns of one head's state, which do not depend on the others, and a
-// warp 32 of their rows, in registers: a decode step reads and writes the state once, and a prompt's tokens find it
-// there. A token costs one barrier, at which the warps add up their parts of S^T k and S^T q. The norm needs all
-// columns of a head: a kernel of its own, whose input stays in the L2.
+// The gated delta rule on the GPU. A warp has eight columns of one head's state, which do not depend on the others, in
+// registers: a decode step reads and writes the state once, and a prompt's tokens find it there. Warps wait for each
+// other only when the next tokens' keys, queries and gates are prepared. The norm needs all columns of a head: a kernel
+// of its own, whose input stays in the L2.
 #include "linear_attention/gated_delta_rule.h"
 
 #include "common/cuda/dtype.h"
@@ -15,140 +15,159 @@
 namespace fastinfer::cuda {
 namespace {
 
-constexpr int kMostWarps = kLargestDeltaHead / kDeltaRows;
-static_assert(kDeltaColumns == kPartColumns && kDeltaRows == kPartRows);
+static_assert(kDeltaThreads == kPartWarps * kWarpSize);
 
-// The shared memory of a block; rows of keys and queries are as long as all warps' rows together.
+// What a block prepares of some tokens, in shared memory. Rows are padded, so that tokens which a warp prepares lie in
+// different banks.
+template <int kRows>
 struct Prepared {
-  float* keys;       // [kDeltaTokens, rows], of length 1
-  float* queries;    // [kDeltaTokens, rows], of length 1 / sqrt(key_dim)
-  float* values;     // [kDeltaTokens, kDeltaColumns]
-  float* decay;      // [kDeltaTokens]
-  float* beta;       // [kDeltaTokens]
-  float* key_query;  // [kDeltaTokens]: k . q
-  float* products;   // [2, warps, 2, kDeltaColumns]: of even and of odd tokens
-  int rows;
-
-  __device__ explicit Prepared(int warps) : rows(warps * kDeltaRows) {
-    keys = reinterpret_cast<float*>(dynamic_shared());
-    queries = keys + kDeltaTokens * rows;
-    values = queries + kDeltaTokens * rows;
-    products = values + kDeltaTokens * kDeltaColumns;
-    decay = products + 4 * warps * kDeltaColumns;
-    beta = decay + kDeltaTokens;
-    key_query = beta + kDeltaTokens;
-  }
+  static constexpr int kLanes = delta_lanes(kRows), kTokens = delta_tokens(kRows);
+  static constexpr int kColumns = StatePart<kRows>::kBlockColumns;
+  float keys[kTokens][kRows + kLanes];     // of length 1
+  float queries[kTokens][kRows + kLanes];  // of length 1 / sqrt(key_dim)
+  float values[kTokens][kColumns + kLanes];
+  float decay[kTokens], beta[kTokens];
+  float key_query[kTokens];  // k . q
+  int32_t writes[kTokens];
 };
 
-// A warp prepares one token, the i-th of those in shared memory.
-template <class T>
-__device__ void prepare(const GatedDeltaRuleParams& p, const Prepared& shared, int64_t head, int64_t column,
-                        int64_t token, int i) {
-  const int lane = threadIdx.x % kWarpSize;
+// The sum over the lanes that prepare a token.
+template <int kLanes>
+__device__ float token_sum(float value) {
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullMask, value, offset);
+  return value;
+}
+
+// Threads, numbered from 0, prepare the tokens from `first` on; a warp fills its places with the last one.
+template <class T, int kRows>
+__device__ void prepare(const GatedDeltaRuleParams& p, Prepared<kRows>& shared, int thread, int64_t head,
+                        int64_t first_column, int64_t first, int64_t end) {
+  constexpr int kLanes = Prepared<kRows>::kLanes;
+  const int lane = thread % kLanes, i = thread / kLanes;
+  if (first + thread / kWarpSize * (kWarpSize / kLanes) >= end) return;  // the whole warp
+  const int64_t token = min(first + i, end - 1);
   const T* const row = static_cast<const T*>(p.qkv) + token * p.qkv_stride;
   const T* const q = row + head / (p.value_heads / p.key_heads) * p.key_dim;
   const T* const k = q + p.key_heads * p.key_dim;
-  float q_squares = 0.0f, k_squares = 0.0f, product = 0.0f, query[kMostWarps], key[kMostWarps];
+  const T* const v = row + 2 * p.key_heads * p.key_dim + head * p.value_dim + first_column;
+  const bool aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;  // as heads have multiples of 16 elements
+  constexpr int kEights = kDeltaElements / 8;
+  float query[kEights][8] = {}, key[kEights][8] = {};
 #pragma unroll
-  for (int j = 0; j < kMostWarps; ++j) {
-    const int at = j * kWarpSize + lane;
-    query[j] = at < p.key_dim ? to_float(q[at]) : 0.0f;
-    key[j] = at < p.key_dim ? to_float(k[at]) : 0.0f;
-    q_squares += query[j] * query[j];
-    k_squares += key[j] * key[j];
+  for (int j = 0; j < kEights; ++j) {
+    const int at = (j * kLanes + lane) * 8;
+    if (at >= p.key_dim) continue;
+    load_eight(q + at, aligned, query[j]);
+    load_eight(k + at, aligned, key[j]);
   }
-  const float q_scale = rsqrtf(warp_sum(q_squares) + kDeltaNormEps) * rsqrtf(static_cast<float>(p.key_dim));
-  const float k_scale = rsqrtf(warp_sum(k_squares) + kDeltaNormEps);
 #pragma unroll
-  for (int j = 0; j < kMostWarps; ++j) {
-    query[j] *= q_scale;
-    key[j] *= k_scale;
-    product += key[j] * query[j];
-    if (const int at = j * kWarpSize + lane; at < shared.rows) {
-      shared.queries[i * shared.rows + at] = query[j];
-      shared.keys[i * shared.rows + at] = key[j];
+  for (int at = lane; at < shared.kColumns; at += kLanes) {
+    const bool exists = first_column + at < p.value_dim;
+    shared.values[i][at] = exists ? to_float(v[at]) : 0.0f;
+  }
+  // Of every fourth element: k . q may be small beside its terms, so that long sums would show.
+  float q_squares[4] = {}, k_squares[4] = {}, products[4] = {};
+#pragma unroll
+  for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      q_squares[e % 4] += query[j][e] * query[j][e];
+      k_squares[e % 4] += key[j][e] * key[j][e];
+      products[e % 4] += key[j][e] * query[j][e];
     }
   }
-  product = warp_sum(product);
-  const T* const v = row + 2 * p.key_heads * p.key_dim + head * p.value_dim;
-  shared.values[i * kDeltaColumns + lane] = column < p.value_dim ? to_float(v[column]) : 0.0f;
+  const auto sum = [](const float (&parts)[4]) {
+    return token_sum<kLanes>((parts[0] + parts[1]) + (parts[2] + parts[3]));
+  };
+  const float q_scale = rsqrtf(sum(q_squares) + kDeltaNormEps) * rsqrtf(static_cast<float>(p.key_dim));
+  const float k_scale = rsqrtf(sum(k_squares) + kDeltaNormEps), product = sum(products);
+#pragma unroll
+  for (int j = 0; j < kEights; ++j) {
+    const int at = (j * kLanes + lane) * 8;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      query[j][e] *= q_scale;
+      key[j][e] *= k_scale;
+    }
+    store_eight(query[j], &shared.queries[i][at]);
+    store_eight(key[j], &shared.keys[i][at]);
+  }
   if (lane != 0) return;
   const float step = load_float_or<T>(p.a, p.a_dtype, token * p.a_stride + head) + p.dt_bias[head];
   const float softplus = fmaxf(step, 0.0f) + log1pf(expf(-fabsf(step)));
   shared.decay[i] = expf(-expf(p.a_log[head]) * softplus);
   shared.beta[i] = 1.0f / (1.0f + expf(-load_float_or<T>(p.b, p.b_dtype, token * p.b_stride + head)));
-  shared.key_query[i] = product;
+  shared.key_query[i] = product * q_scale * k_scale;
+  shared.writes[i] = p.slots.writes[token];
 }
 
-template <class T>
-__global__ void __launch_bounds__(kMostWarps* kWarpSize) gated_delta_rule_kernel(GatedDeltaRuleParams p) {
+// The first four warps have the state. With kAhead four more prepare the next tokens meanwhile; without it the same
+// ones do, and more blocks find room.
+template <class T, int kRows, bool kAhead>
+__global__ void __launch_bounds__(kAhead ? 2 * kDeltaThreads : kDeltaThreads, kAhead ? 2 : 4)
+    gated_delta_rule_kernel(GatedDeltaRuleParams p) {
+  using Part = StatePart<kRows>;
+  constexpr int kTokens = Prepared<kRows>::kTokens;
   grid_dependency_wait();
   grid_dependency_launch();
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
-  const int row = warp * kDeltaRows + lane / kLanesOfRow * kLaneRows, lane_column = lane % kLanesOfRow * kLaneColumns;
-  const int64_t column_blocks = (p.value_dim + kDeltaColumns - 1) / kDeltaColumns;
-  const int64_t first_column = blockIdx.x % column_blocks * kDeltaColumns, column = first_column + lane_column;
+  const int64_t column_blocks = (p.value_dim + Part::kBlockColumns - 1) / Part::kBlockColumns;
+  const int64_t first_column = blockIdx.x % column_blocks * Part::kBlockColumns;
   const int64_t head = blockIdx.x / column_blocks % p.value_heads, seq = blockIdx.x / column_blocks / p.value_heads;
   const int64_t begin = p.slots.query_start[seq], end = p.slots.query_start[seq + 1];
+  const int32_t read = p.slots.reads[seq];
   if (begin >= end) return;
-  // The states and outputs as vectors, by whose indices the compiler knows that it may store 16 bytes at once.
+  const int rows = static_cast<int>(p.key_dim), column = Part::first_column(), summed = column + Part::summed_column();
+  const int preparing = static_cast<int>(threadIdx.x) - (kAhead ? kDeltaThreads : 0);
+  const bool in_state = threadIdx.x < kDeltaThreads && first_column + column < p.value_dim;  // the same in a warp
   const int64_t row_vectors = p.value_dim / kLaneColumns, slot_vectors = p.slots.stride / kLaneColumns;
-  Four* const states =
-      reinterpret_cast<Four*>(p.state) + (head * p.key_dim + row) * row_vectors + column / kLaneColumns;
-  Four* const outputs = reinterpret_cast<Four*>(p.outputs) + head * row_vectors + column / kLaneColumns;
-  const bool in_state = row < p.key_dim && column < p.value_dim;  // with all its rows and columns
+  LaneColumns* const states =
+      reinterpret_cast<LaneColumns*>(p.state) + head * p.key_dim * row_vectors + (first_column + column) / kLaneColumns;
+  float* output = p.outputs + (begin * p.value_heads + head) * p.value_dim + first_column + summed;
   const auto exists = [&](int32_t slot) { return slot >= 0 && slot < p.slots.slots; };
 
-  StatePart part;
-  if (const int32_t read = p.slots.reads[seq]; in_state && exists(read)) {
-    const Four* const from = states + read * slot_vectors;
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) part.s[r] = from[r * row_vectors];
-  }
-
-  const Prepared shared(warps);
-  for (int64_t first = begin; first < end; first += kDeltaTokens) {
-    const int tokens = static_cast<int>(min(end - first, int64_t{kDeltaTokens}));
-    __syncthreads();  // the tokens before have been read
-    for (int i = warp; i < tokens; i += warps) prepare<T>(p, shared, head, first_column + lane, first + i, i);
+  Part part;
+  if (in_state && exists(read)) part.load(states + read * slot_vectors, row_vectors, rows);
+  auto* const prepared = reinterpret_cast<Prepared<kRows>*>(dynamic_shared());  // one; with kAhead two, in turns
+  int turn = 0;
+  const auto prepare_at = [&](Prepared<kRows>& tokens, int64_t first) {
+    if (preparing >= 0 && first < end) prepare<T>(p, tokens, preparing, head, first_column, first, end);
+  };
+  prepare_at(prepared[0], begin);
+  for (int64_t first = begin; first < end; first += kTokens) {
     __syncthreads();
-    for (int i = 0; i < tokens; ++i) {
-      float key[kLaneRows], query[kLaneRows];
-      load_floats(shared.keys + i * shared.rows + row, key);
-      load_floats(shared.queries + i * shared.rows + row, query);
-      const Four key_part = part.dot(key), query_part = part.dot(query);
-      float* const products = shared.products + i % 2 * warps * 2 * kDeltaColumns + lane_column;
-      if (lane < kLanesOfRow) {
-        store_vector(products + 2 * warp * kDeltaColumns, key_part);
-        store_vector(products + (2 * warp + 1) * kDeltaColumns, query_part);
-      }
-      __syncthreads();
-      const float decay = shared.decay[i], beta = shared.beta[i], key_query = shared.key_query[i];
-      const Four value = load_vector<kLaneColumns>(shared.values + i * kDeltaColumns + lane_column);
-      Four key_sum{}, query_sum{}, d, o;
-      for (int w = 0; w < warps; ++w) {
-        const Four k = load_vector<kLaneColumns>(products + 2 * w * kDeltaColumns);
-        const Four q = load_vector<kLaneColumns>(products + (2 * w + 1) * kDeltaColumns);
+    if constexpr (kAhead) prepare_at(prepared[turn ^ 1], first + kTokens);
+    const Prepared<kRows>& shared = prepared[turn];
+    if (in_state) {
+      const int tokens = static_cast<int>(min(end - first, int64_t{kTokens}));
+      LaneRows key, query;
+      Part::load_rows(shared.keys[0], key);
+      Part::load_rows(shared.queries[0], query);
+      for (int i = 0; i < tokens; ++i, output += p.value_heads * p.value_dim) {
+        const float decay = shared.decay[i], beta = shared.beta[i], value = shared.values[i][summed];
+        const float key_query = shared.key_query[i];
+        const int32_t write = shared.writes[i];
+        const LaneColumns key_parts = part.dot(key), query_parts = part.dot(query);
+        // The next token's, which is only read where there is one.
+        LaneRows next_key;
+        const int after = min(i + 1, tokens - 1);
+        Part::load_rows(shared.keys[after], next_key);
+        Part::load_rows(shared.queries[after], query);
+        const float key_sum = Part::sum(key_parts);
+        const float d = beta * fmaf(-decay, key_sum, value);
+        const float query_sum = Part::sum(query_parts);
+        part.scale(decay);
+        part.add(key, Part::columns_of(d));
+        if (Part::has_sum()) *output = fmaf(d, key_query, decay * query_sum);
+        if (exists(write)) part.store(states + write * slot_vectors, row_vectors, rows);
 #pragma unroll
-        for (int c = 0; c < kLaneColumns; ++c) {
-          key_sum.values[c] += k.values[c];
-          query_sum.values[c] += q.values[c];
-        }
+        for (int r = 0; r < kLaneRows; ++r) key[r] = next_key[r];
       }
-#pragma unroll
-      for (int c = 0; c < kLaneColumns; ++c) {
-        d.values[c] = beta * fmaf(-decay, key_sum.values[c], value.values[c]);
-        o.values[c] = fmaf(d.values[c], key_query, decay * query_sum.values[c]);
-      }
-      part.update(decay, key, d);
-      if (threadIdx.x < kLanesOfRow && column < p.value_dim) {
-        outputs[(first + i) * p.value_heads * row_vectors] = o;
-      }
-      const int32_t write = p.slots.writes[first + i];
-      if (!in_state || !exists(write)) continue;
-      Four* const to = states + write * slot_vectors;
-#pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) to[r * row_vectors] = part.s[r];
+    }
+    if constexpr (kAhead) {
+      turn ^= 1;
+    } else {
+      __syncthreads();  // these have been read
+      prepare_at(prepared[0], first + kTokens);
     }
   }
 }
@@ -184,9 +203,13 @@ __global__ void __launch_bounds__(kDeltaNorms* kWarpSize) gated_norm_kernel(Gate
 }  // namespace
 
 void gated_delta_rule(const GatedDeltaRuleParams& p, void* stream) {
-  const auto plan = plan_gated_delta_rule(p.slots.seqs, p.tokens, p.value_heads, p.key_dim, p.value_dim);
+  const auto plan = plan_gated_delta_rule(p.slots.seqs, p.tokens, p.value_heads, p.key_dim, p.value_dim, p.device);
   dispatch_cuda(p.dtype, [&]<class T>(T) {
-    launch("gated_delta_rule", gated_delta_rule_kernel<T>, plan.rule, stream, p);
+    const auto choose = [&]<int kRows>() {
+      return plan.ahead ? gated_delta_rule_kernel<T, kRows, true> : gated_delta_rule_kernel<T, kRows, false>;
+    };
+    const auto kernel = plan.rows == 128 ? choose.template operator()<128>() : choose.template operator()<256>();
+    launch("gated_delta_rule", kernel, plan.rule, stream, p);
     launch("gated_norm", gated_norm_kernel<T>, plan.norm, stream, p);
   });
 }

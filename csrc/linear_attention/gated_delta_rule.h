@@ -10,6 +10,7 @@
 #include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
+#include "common/launch_config.h"
 #include "linear_attention/state_slots.h"
 
 namespace fastinfer {
@@ -42,6 +43,7 @@ struct GatedDeltaRuleParams {
   DType a_dtype;
   DType b_dtype;
   DType norm_weight_dtype;
+  cuda::Device device{};     // CUDA
   float* outputs = nullptr;  // CUDA: scratch, [tokens, value_heads * value_dim]: o
 };
 

@@ -62,7 +62,8 @@ Tensor mamba2_scan(const Output& output, const Tensor& xbc, const Tensor& z, con
       .dt_dtype = check.fp32_or(dtype, dt, "dt"),
       .norm_weight_dtype = norm_weight ? check.fp32_or(dtype, *norm_weight, "norm_weight") : dtype,
   };
-  if (gpu_of(xbc) != nullptr) {
+  if (const cuda::Device* const gpu = gpu_of(xbc)) {
+    params.device = *gpu;
     const bool aligned = reinterpret_cast<uintptr_t>(params.state) % 16 == 0 && params.slots.stride % 4 == 0;
     check.require(aligned, "ssm_state must have slots that are aligned to 16 bytes on CUDA");
   }

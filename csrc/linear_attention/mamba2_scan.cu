@@ -1,7 +1,7 @@
-// The recurrence of Mamba-2 on the GPU. A block has 32 columns of one head's state, which do not depend on the others,
-// and a warp 32 of their rows, in registers: a decode step reads and writes the state once, and a prompt's tokens find
-// it there. The warps' parts of a few tokens' outputs are added up at once. The norm needs all heads of a group: a
-// kernel of its own, whose input stays in the L2.
+// The recurrence of Mamba-2 on the GPU. A warp has a few columns of one head's state, which do not depend on the
+// others, in registers: a decode step reads and writes the state once, and a prompt's tokens find it there. Warps wait
+// for each other only when the next tokens' inputs are prepared. The norm needs all heads of a group: a kernel of its
+// own, whose input stays in the L2.
 #include "linear_attention/mamba2_scan.h"
 
 #include "common/cuda/dtype.h"
@@ -15,42 +15,51 @@
 namespace fastinfer::cuda {
 namespace {
 
-constexpr int kMostWarps = kLargestScanDim / kScanRows;
-static_assert(kScanColumns == kPartColumns && kScanRows == kPartRows);
-
-// The shared memory of a block; rows of b and c are as long as all warps' rows together.
+// What a block prepares of some tokens, in shared memory. Rows are padded, so that tokens which a warp prepares lie in
+// different banks.
+template <int kRows>
 struct Prepared {
-  float* b;        // [kScanTokens, rows]
-  float* c;        // [kScanTokens, rows]
-  float* x;        // [kScanTokens, kScanColumns]
-  float* outputs;  // [kScanTokens, warps, kScanColumns]
-  float* decay;    // [kScanTokens]
-  float* dt;       // [kScanTokens]
-  int rows;
-
-  __device__ explicit Prepared(int warps) : rows(warps * kScanRows) {
-    b = reinterpret_cast<float*>(dynamic_shared());
-    c = b + kScanTokens * rows;
-    x = c + kScanTokens * rows;
-    outputs = x + kScanTokens * kScanColumns;
-    decay = outputs + kScanTokens * warps * kScanColumns;
-    dt = decay + kScanTokens;
-  }
+  static constexpr int kLanes = scan_lanes(kRows), kTokens = scan_tokens(kRows);
+  static constexpr int kColumns = StatePart<kRows>::kBlockColumns;
+  float b[kTokens][kRows + kLanes];
+  float c[kTokens][kRows + kLanes];
+  float x[kTokens][kColumns + kLanes];
+  float gates[kTokens][kColumns + kLanes];  // silu(z)
+  float decay[kTokens], dt[kTokens];
+  int32_t writes[kTokens];
 };
 
-// A warp prepares one token, the i-th of those in shared memory.
-template <class T>
-__device__ void prepare(const Mamba2ScanParams& p, const Prepared& shared, int64_t head, int64_t column, int64_t token,
-                        int i) {
-  const int lane = threadIdx.x % kWarpSize;
+// Threads, numbered from 0, prepare the tokens from `first` on; a warp fills its places with the last one.
+template <class T, int kRows>
+__device__ void prepare(const Mamba2ScanParams& p, Prepared<kRows>& shared, int thread, int64_t head,
+                        int64_t first_column, int64_t first, int64_t end) {
+  constexpr int kLanes = Prepared<kRows>::kLanes;
+  const int lane = thread % kLanes, i = thread / kLanes;
+  if (first + thread / kWarpSize * (kWarpSize / kLanes) >= end) return;  // the whole warp
+  const int64_t token = min(first + i, end - 1), column = head * p.head_dim + first_column;
   const T* const row = static_cast<const T*>(p.xbc) + token * p.xbc_stride;
   const T* const b = row + p.heads * p.head_dim + head / (p.heads / p.groups) * p.state_dim;
   const T* const c = b + p.groups * p.state_dim;
-  for (int at = lane; at < shared.rows; at += kWarpSize) {
-    shared.b[i * shared.rows + at] = at < p.state_dim ? to_float(b[at]) : 0.0f;
-    shared.c[i * shared.rows + at] = at < p.state_dim ? to_float(c[at]) : 0.0f;
+  const T* const z = static_cast<const T*>(p.z) + token * p.z_stride + column;
+  const bool aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;  // as heads and groups have multiples of 16 elements
+#pragma unroll
+  for (int j = 0; j < kScanElements / 8; ++j) {
+    const int at = (j * kLanes + lane) * 8;
+    float b_part[8] = {}, c_part[8] = {};
+    if (at < p.state_dim) {
+      load_eight(b + at, aligned, b_part);
+      load_eight(c + at, aligned, c_part);
+    }
+    store_eight(b_part, &shared.b[i][at]);
+    store_eight(c_part, &shared.c[i][at]);
   }
-  shared.x[i * kScanColumns + lane] = column < p.head_dim ? to_float(row[head * p.head_dim + column]) : 0.0f;
+#pragma unroll
+  for (int at = lane; at < shared.kColumns; at += kLanes) {
+    const bool exists = first_column + at < p.head_dim;
+    const float gate = exists ? to_float(z[at]) : 0.0f;
+    shared.x[i][at] = exists ? to_float(row[column + at]) : 0.0f;
+    shared.gates[i][at] = gate / (1.0f + expf(-gate));
+  }
   if (lane != 0) return;
   const float step = load_float_or<T>(p.dt, p.dt_dtype, token * p.dt_stride + head) + p.dt_bias[head];
   const float softplus = fmaxf(step, 0.0f) + log1pf(expf(-fabsf(step)));
@@ -58,70 +67,76 @@ __device__ void prepare(const Mamba2ScanParams& p, const Prepared& shared, int64
   dt = dt > p.dt_max ? p.dt_max : dt;
   shared.decay[i] = expf(-expf(p.a_log[head]) * dt);
   shared.dt[i] = dt;
+  shared.writes[i] = p.slots.writes[token];
 }
 
-template <class T>
-__global__ void __launch_bounds__(kMostWarps* kWarpSize) mamba2_scan_kernel(Mamba2ScanParams p) {
+// The first four warps have the state. With kAhead four more prepare the next tokens meanwhile; without it the same
+// ones do, and more blocks find room.
+template <class T, int kRows, bool kAhead>
+__global__ void __launch_bounds__(kAhead ? 2 * kScanThreads : kScanThreads, kAhead ? 2 : 4)
+    mamba2_scan_kernel(Mamba2ScanParams p) {
+  using Part = StatePart<kRows>;
+  constexpr int kTokens = Prepared<kRows>::kTokens;
   grid_dependency_wait();
   grid_dependency_launch();
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
-  const int row = warp * kScanRows + lane / kLanesOfRow * kLaneRows, lane_column = lane % kLanesOfRow * kLaneColumns;
-  const int64_t column_blocks = (p.head_dim + kScanColumns - 1) / kScanColumns;
-  const int64_t first_column = blockIdx.x % column_blocks * kScanColumns;
+  const int64_t column_blocks = (p.head_dim + Part::kBlockColumns - 1) / Part::kBlockColumns;
+  const int64_t first_column = blockIdx.x % column_blocks * Part::kBlockColumns;
   const int64_t head = blockIdx.x / column_blocks % p.heads, seq = blockIdx.x / column_blocks / p.heads;
   const int64_t begin = p.slots.query_start[seq], end = p.slots.query_start[seq + 1];
+  const int32_t read = p.slots.reads[seq];
   if (begin >= end) return;
-  // The states as vectors, by whose indices the compiler knows that it may store 16 bytes at once.
+  const int rows = static_cast<int>(p.state_dim), column = Part::first_column(),
+            summed = column + Part::summed_column();
+  const int preparing = static_cast<int>(threadIdx.x) - (kAhead ? kScanThreads : 0);
+  const bool in_state = threadIdx.x < kScanThreads && first_column + column < p.head_dim;
   const int64_t row_vectors = p.head_dim / kLaneColumns, slot_vectors = p.slots.stride / kLaneColumns;
-  Four* const states = reinterpret_cast<Four*>(p.state) + (head * p.state_dim + row) * row_vectors +
-                       (first_column + lane_column) / kLaneColumns;
-  const bool in_state = row < p.state_dim && first_column + lane_column < p.head_dim;  // with all rows and columns
+  LaneColumns* const states = reinterpret_cast<LaneColumns*>(p.state) + head * p.state_dim * row_vectors +
+                              (first_column + column) / kLaneColumns;
+  int64_t output = (begin * p.heads + head) * p.head_dim + first_column + summed;
   const auto exists = [&](int32_t slot) { return slot >= 0 && slot < p.slots.slots; };
 
-  StatePart part;
-  if (const int32_t read = p.slots.reads[seq]; in_state && exists(read)) {
-    const Four* const from = states + read * slot_vectors;
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) part.s[r] = from[r * row_vectors];
-  }
-
-  const Prepared shared(warps);
+  Part part;
+  if (in_state && exists(read)) part.load(states + read * slot_vectors, row_vectors, rows);
+  auto* const prepared = reinterpret_cast<Prepared<kRows>*>(dynamic_shared());  // one; with kAhead two, in turns
+  int turn = 0;
+  const auto prepare_at = [&](Prepared<kRows>& tokens, int64_t first) {
+    if (preparing >= 0 && first < end) prepare<T>(p, tokens, preparing, head, first_column, first, end);
+  };
   const float d = p.d[head];
-  for (int64_t first = begin; first < end; first += kScanTokens) {
-    const int tokens = static_cast<int>(min(end - first, int64_t{kScanTokens}));
-    __syncthreads();  // the tokens before have been read
-    for (int i = warp; i < tokens; i += warps) prepare<T>(p, shared, head, first_column + lane, first + i, i);
+  prepare_at(prepared[0], begin);
+  for (int64_t first = begin; first < end; first += kTokens) {
     __syncthreads();
-    for (int i = 0; i < tokens; ++i) {
-      float b[kLaneRows], c[kLaneRows];
-      load_floats(shared.b + i * shared.rows + row, b);
-      load_floats(shared.c + i * shared.rows + row, c);
-      Four value = load_vector<kLaneColumns>(shared.x + i * kScanColumns + lane_column);
+    if constexpr (kAhead) prepare_at(prepared[turn ^ 1], first + kTokens);
+    const Prepared<kRows>& shared = prepared[turn];
+    if (in_state) {
+      const int tokens = static_cast<int>(min(end - first, int64_t{kTokens}));
+#pragma unroll 1
+      for (int i = 0; i < tokens; ++i, output += p.heads * p.head_dim) {
+        const int32_t write = shared.writes[i];
+        LaneRows b, c;
+        Part::load_rows(shared.b[i], b);
+        Part::load_rows(shared.c[i], c);
+        auto x = load_vector<kLaneColumns>(&shared.x[i][column]);
 #pragma unroll
-      for (int j = 0; j < kLaneColumns; ++j) value.values[j] *= shared.dt[i];
-      part.update(shared.decay[i], b, value);
-      const Four output = part.dot(c);
-      if (lane < kLanesOfRow) store_vector(shared.outputs + (i * warps + warp) * kScanColumns + lane_column, output);
-      const int32_t write = p.slots.writes[first + i];
-      if (!in_state || !exists(write)) continue;
-      Four* const to = states + write * slot_vectors;
-#pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) to[r * row_vectors] = part.s[r];
-    }
-    __syncthreads();
-    for (int i = warp; i < tokens; i += warps) {
-      const int64_t column = first_column + lane, token = first + i, at = head * p.head_dim + column;
-      if (column >= p.head_dim) continue;
-      float y = shared.x[i * kScanColumns + lane] * d;
-      for (int w = 0; w < warps; ++w) y += shared.outputs[(i * warps + w) * kScanColumns + lane];
-      const float gate = to_float(static_cast<const T*>(p.z)[token * p.z_stride + at]);
-      y *= gate / (1.0f + expf(-gate));
-      const int64_t out = token * p.heads * p.head_dim + at;
-      if (p.norm_weight != nullptr) {
-        p.outputs[out] = y;
-      } else {
-        static_cast<T*>(p.out)[out] = from_float<T>(y);
+        for (int j = 0; j < kLaneColumns; ++j) x.values[j] *= shared.dt[i];
+        part.scale(shared.decay[i]);
+        part.add(b, x);
+        const float y = fmaf(shared.x[i][summed], d, Part::sum(part.dot(c))) * shared.gates[i][summed];
+        if (Part::has_sum()) {
+          if (p.norm_weight != nullptr) {
+            p.outputs[output] = y;
+          } else {
+            static_cast<T*>(p.out)[output] = from_float<T>(y);
+          }
+        }
+        if (exists(write)) part.store(states + write * slot_vectors, row_vectors, rows);
       }
+    }
+    if constexpr (kAhead) {
+      turn ^= 1;
+    } else {
+      __syncthreads();  // these have been read
+      prepare_at(prepared[0], first + kTokens);
     }
   }
 }
@@ -146,10 +161,14 @@ __global__ void __launch_bounds__(kScanNormThreads) scan_norm_kernel(Mamba2ScanP
 }  // namespace
 
 void mamba2_scan(const Mamba2ScanParams& p, void* stream) {
-  const auto plan = plan_mamba2_scan(p.slots.seqs, p.tokens, p.heads, p.groups, p.state_dim, p.head_dim);
+  const auto plan = plan_mamba2_scan(p.slots.seqs, p.tokens, p.heads, p.groups, p.state_dim, p.head_dim, p.device);
   if (plan.scan.grid == 0) return;
   dispatch_cuda(p.dtype, [&]<class T>(T) {
-    launch("mamba2_scan", mamba2_scan_kernel<T>, plan.scan, stream, p);
+    const auto choose = [&]<int kRows>() {
+      return plan.ahead ? mamba2_scan_kernel<T, kRows, true> : mamba2_scan_kernel<T, kRows, false>;
+    };
+    const auto kernel = plan.rows == 128 ? choose.template operator()<128>() : choose.template operator()<256>();
+    launch("mamba2_scan", kernel, plan.scan, stream, p);
     if (p.norm_weight != nullptr && p.tokens > 0) launch("scan_norm", scan_norm_kernel<T>, plan.norm, stream, p);
   });
 }

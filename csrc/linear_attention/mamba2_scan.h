@@ -9,6 +9,7 @@
 #include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
+#include "common/launch_config.h"
 #include "linear_attention/state_slots.h"
 
 namespace fastinfer {
@@ -41,6 +42,7 @@ struct Mamba2ScanParams {
   DType dtype;  // of xbc, z and out
   DType dt_dtype;
   DType norm_weight_dtype;
+  cuda::Device device{};  // CUDA
 };
 
 }  // namespace fastinfer

@@ -1,6 +1,6 @@
-// A warp's part of a state on the GPU, 32 rows of 32 columns in registers. A thread has four columns of eight rows. The
-// eight lanes that are neighbours have the same rows, so that they move whole lines of memory, and read their keys and
-// queries at once.
+// A warp's part of a state on the GPU: all rows of a few columns, in registers. A lane has four columns of eight rows.
+// So the sums over all rows are made within the warp, without a barrier, and keys and queries, which all lanes of a row
+// need, are read from shared memory once for four columns: that memory's bandwidth would bind otherwise.
 #pragma once
 
 #include "common/cuda/dtype.h"
@@ -10,39 +10,146 @@
 
 namespace fastinfer::cuda {
 
-inline constexpr int kPartColumns = 32, kPartRows = 32;
-inline constexpr int kLaneColumns = 4, kLaneRows = 8, kLanesOfRow = kPartColumns / kLaneColumns;
-static_assert(kWarpSize / kLanesOfRow * kLaneRows == kPartRows);
-using Four = Vector<float, kLaneColumns>;
+inline constexpr int kLaneColumns = 4, kLaneRows = 8;
+inline constexpr int kPartWarps = 4;  // of a block, beside those that prepare the next tokens
+inline constexpr int kRowVector = 4;  // rows of a lane that are neighbours
+using LaneRows = float[kLaneRows];
+using LaneColumns = Vector<float, kLaneColumns>;
 
+template <int kRows>  // as many as a state has at most
 struct StatePart {
-  Four s[kLaneRows] = {};
+  static constexpr int kRowLanes = kRows / kLaneRows;  // neighbours, with different rows of the same columns
+  static constexpr int kColumns = kWarpSize / kRowLanes * kLaneColumns, kBlockColumns = kPartWarps * kColumns;
+  LaneColumns s[kLaneRows] = {};
 
-  // The sums over all rows of the warp of s times the vector, in all lanes.
-  __device__ Four dot(const float (&vector)[kLaneRows]) const {
-    Four sums{};
+  // The lane's first column of the block's.
+  __device__ static int first_column() {
+    return threadIdx.x / kWarpSize * kColumns + threadIdx.x % kWarpSize / kRowLanes * kLaneColumns;
+  }
+
+  // The column, of the lane's, whose sums it has.
+  __device__ static int summed_column() {
+    return threadIdx.x % kLaneColumns;
+  }
+
+  // One lane for each sum.
+  __device__ static bool has_sum() {
+    return threadIdx.x % kRowLanes < kLaneColumns;
+  }
+
+  // `columns` is where the lane's columns begin, in rows of `stride` vectors; a state has so many rows.
+  __device__ void load(const LaneColumns* columns, int64_t stride, int rows) {
 #pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < kLaneColumns; ++c) sums.values[c] = fmaf(s[r].values[c], vector[r], sums.values[c]);
+    for (int i = 0; i < kLaneRows; ++i) {
+      if (const int row = lane_row(i); row < rows) s[i] = load_once(columns + row * stride);
     }
+  }
+
+  __device__ void store(LaneColumns* columns, int64_t stride, int rows) const {
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) {
-      for (int offset = kLanesOfRow; offset < kWarpSize; offset *= 2) {
-        sums.values[c] += __shfl_xor_sync(kFullMask, sums.values[c], offset);
-      }
+    for (int i = 0; i < kLaneRows; ++i) {
+      if (const int row = lane_row(i); row < rows) store_once(columns + row * stride, s[i]);
+    }
+  }
+
+  // The lane's rows of a vector in shared memory.
+  __device__ static void load_rows(const float* vector, LaneRows& rows) {
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i += kRowVector) {
+      const auto part = load_vector<kRowVector>(vector + lane_row(i));
+#pragma unroll
+      for (int j = 0; j < kRowVector; ++j) rows[i + j] = part.values[j];
+    }
+  }
+
+  // The lane's columns of the sum over its rows of s times the vector.
+  __device__ LaneColumns dot(const LaneRows& vector) const {
+    LaneColumns sums{};
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+#pragma unroll
+      for (int c = 0; c < kLaneColumns; ++c) sums.values[c] = fmaf(s[i].values[c], vector[i], sums.values[c]);
     }
     return sums;
   }
 
-  __device__ void update(float decay, const float (&key)[kLaneRows], const Four& d) {
+  __device__ void scale(float factor) {
 #pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
+    for (int i = 0; i < kLaneRows; ++i) {
 #pragma unroll
-      for (int c = 0; c < kLaneColumns; ++c) s[r].values[c] = fmaf(key[r], d.values[c], s[r].values[c] * decay);
+      for (int c = 0; c < kLaneColumns; ++c) s[i].values[c] *= factor;
     }
   }
+
+  // s += key d^T.
+  __device__ void add(const LaneRows& key, const LaneColumns& d) {
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+#pragma unroll
+      for (int c = 0; c < kLaneColumns; ++c) s[i].values[c] = fmaf(key[i], d.values[c], s[i].values[c]);
+    }
+  }
+
+  // The sum over all rows of the lane's `summed_column`.
+  __device__ static float sum(LaneColumns parts) {
+    // Lanes exchange halves of their columns until each has one of them.
+#pragma unroll
+    for (int columns = kLaneColumns / 2; columns > 0; columns /= 2) {
+      const bool upper = threadIdx.x & columns;
+#pragma unroll
+      for (int c = 0; c < columns; ++c) {
+        const float given = upper ? parts.values[c] : parts.values[c + columns];
+        const float kept = upper ? parts.values[c + columns] : parts.values[c];
+        parts.values[c] = kept + __shfl_xor_sync(kFullMask, given, columns);
+      }
+    }
+    float sum = parts.values[0];
+#pragma unroll
+    for (int offset = kLaneColumns; offset < kRowLanes; offset *= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
+    return sum;
+  }
+
+  // The values of all the lane's columns, of which each lane has that of its `summed_column`.
+  __device__ static LaneColumns columns_of(float value) {
+    LaneColumns all;
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) {
+      all.values[c] = __shfl_sync(kFullMask, value, threadIdx.x % kWarpSize / kLaneColumns * kLaneColumns + c);
+    }
+    return all;
+  }
+
+ private:
+  // Eight lanes read 128 bytes of a vector at once.
+  __device__ static int lane_row(int i) {
+    return (i / kRowVector * kRowLanes + threadIdx.x % kRowLanes) * kRowVector + i % kRowVector;
+  }
 };
+
+// Loads eight elements. Vectors are read if rows are `aligned` to 16 bytes.
+template <class T>
+__device__ void load_eight(const T* p, bool aligned, float (&values)[8]) {
+  T loaded[8];
+  if (aligned) {
+#pragma unroll
+    for (int i = 0; i < 8; i += kVectorElements<T>) {
+      const auto vector = load_vector<kVectorElements<T>>(p + i);
+#pragma unroll
+      for (int j = 0; j < kVectorElements<T>; ++j) loaded[i + j] = vector.values[j];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) loaded[i] = p[i];
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = to_float(loaded[i]);
+}
+
+__device__ inline void store_eight(const float (&values)[8], float* p) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 4)
+    store_vector(p + i, Vector<float, 4>{values[i], values[i + 1], values[i + 2], values[i + 3]});
+}
 
 template <class T>
 __device__ float load_float_or(const void* p, DType dtype, int64_t i) {

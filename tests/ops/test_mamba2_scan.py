@@ -25,8 +25,16 @@ device = device_fixture("cpu", "avx512", "cuda", "emulated")
 
 EPS = 1e-5
 NO_LIMITS = 0.0, float("inf")
-# groups, heads, state_dim, head_dim; a block of columns is 32 wide, of one token 64.
-SIZES = [(1, 1, 16, 16), (2, 4, 48, 32), (1, 3, 32, 80), (2, 2, 128, 64), (1, 1, 256, 48), (1, 2, 16, 256)]
+# groups, heads, state_dim, head_dim; a block of columns is 32 wide (16 from 144 rows on), of one token 64.
+SIZES = [
+    (1, 1, 16, 16),
+    (2, 4, 48, 32),
+    (1, 3, 32, 80),
+    (2, 2, 128, 64),
+    (1, 1, 256, 48),
+    (1, 1, 144, 16),
+    (1, 2, 16, 256),
+]
 
 
 def inputs(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:

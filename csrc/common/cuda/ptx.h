@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "common/cuda/vector_io.h"
+
 namespace fastinfer::cuda {
 
 // ---- memory ----
@@ -47,6 +49,22 @@ __device__ inline void cp_async_small(void* shared, const void* global, bool val
 
 __device__ inline void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Four elements that nobody reads again soon: they pass the L1, and the L2 fetches their line of 128 bytes.
+__device__ inline Vector<float, 4> load_once(const Vector<float, 4>* p) {
+  Vector<float, 4> v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.values[0]), "=f"(v.values[1]), "=f"(v.values[2]), "=f"(v.values[3])
+               : "l"(p));
+  return v;
+}
+
+// The same for stores: the caches give up their lines first.
+__device__ inline void store_once(Vector<float, 4>* p, const Vector<float, 4>& v) {
+  asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.values[0]), "f"(v.values[1]),
+               "f"(v.values[2]), "f"(v.values[3])
+               : "memory");
 }
 
 // Waits until at most kPending of this thread's groups are under way. Other threads' copies need a barrier after it.

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/cuda/vector_io.h"
 #include "emulator.h"
 
 namespace fastinfer::cuda {
@@ -49,6 +50,14 @@ template <int kBytes>
 void cp_async_small(void* shared, const void* global, bool valid = true, Site site = Site::current()) {
   static_assert(kBytes == 4 || kBytes == 8);
   cp_async_bytes<kBytes>(shared, global, valid, site);
+}
+
+inline Vector<float, 4> load_once(const Vector<float, 4>* p) {
+  return *p;
+}
+
+inline void store_once(Vector<float, 4>* p, const Vector<float, 4>& v) {
+  *p = v;
 }
 
 inline void cp_async_commit() {
