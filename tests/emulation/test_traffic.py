@@ -55,9 +55,10 @@ KNOWN_COSTS = {
     "shared attention/paged_attention_plan.cu inclusive_sum": 2.0,
     # A lane's weights of eight channels, 64 bytes of bf16: what the first 16 bytes leave the others find in the L1.
     "global linear_attention/causal_conv1d.cu load_filter": 2.0,
-    # Keys, queries, values and sums that lanes share: a quarter of a warp gets 16 bytes in a pass.
-    "shared linear_attention/gated_delta_rule.cu gated_delta_rule_kernel": 4.0,
+    # Lanes share rows of keys, or columns of x; and eight fp32 to a lane, 32 bytes apart.
+    "shared linear_attention/state_part_cuda.h load_rows": 2.0,
     "shared linear_attention/mamba2_scan.cu mamba2_scan_kernel": 4.0,
+    "shared linear_attention/state_part_cuda.h store_eight": 2.0,
     # Rows of experts, in the order of the routing.
     "global moe/route_experts.cu sort": 1.8,
     # Tables and lists whose places depend on the values.
