@@ -51,7 +51,7 @@ __device__ inline void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Four elements that nobody reads again soon: they pass the L1, and the L2 fetches their line of 128 bytes.
+// Four elements that nobody reads again soon: the L1 does not keep them, and the L2 fetches their line of 128 bytes.
 __device__ inline Vector<float, 4> load_once(const Vector<float, 4>* p) {
   Vector<float, 4> v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -26,7 +26,7 @@ class BlockContent:
 
 @dataclass(slots=True)
 class PrefixScan:
-    """What was found of a waiting sequence's prefix: a bound of the blocks that it could share with running ones.
+    """Record of a waiting sequence's prefix, with a bound of the blocks that it could share with running ones.
 
     Attributes:
         num_acquired: the pool's count of acquired blocks at the beginning of the scan.
