@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
@@ -48,7 +49,11 @@ std::string describe(Site site) {
 }
 
 Block::Block(LaunchState& state, size_t set, size_t first)
-    : state_(state), launch_(state.launch), threads_(state.launch.threads), host_(host_fiber()) {
+    : state_(state),
+      launch_(state.launch),
+      threads_(state.launch.threads),
+      meetings_((state.launch.threads + kWarp - 1) / kWarp),
+      host_(host_fiber()) {
   shared_ = static_cast<unsigned char*>(std::aligned_alloc(kPage, shared_capacity()));
   for (unsigned i = 0; i < launch_.threads; ++i) {
     threads_[i].index = i;
@@ -71,6 +76,7 @@ void Block::start(Index index) {
   waited_ = !launch_.dependent;
   poison_shared();
   barriers_.assign(16, {});
+  for (std::vector<Meeting>& meetings : meetings_) meetings.clear();
   unfenced_ = 0;
   for (Thread& thread : threads_) {
     thread.state = State::kReady;
@@ -246,36 +252,25 @@ int Block::barrier(int id, int count, bool vote, Site site) {
 
 void Block::collective(uint32_t mask, void* op, void (*complete)(void* const (&)[32], uint32_t), Site site,
                        bool orders) {
-  Thread& self = *thread_;
-  const size_t first = self.index / kWarp * kWarp;
-  const unsigned lane = self.index % kWarp;
+  const size_t warp = thread_->index / kWarp;
+  const unsigned lane = thread_->index % kWarp;
   if ((mask >> lane & 1) == 0) fail("a lane is not in its own mask at " + describe(site));
-  self.mask = mask;
-  self.op = op;
-  self.site = site;
-  self.state = State::kCollective;
-  void* ops[32] = {};
-  void* token = nullptr;
-  unsigned missing = 0;
-  for (unsigned other = 0; other < kWarp; ++other) {
-    if ((mask >> other & 1) == 0) continue;
-    if (first + other >= threads_.size()) {
-      fail("the mask at " + describe(site) + " names a lane that does not exist");
-    }
-    const Thread& thread = threads_[first + other];
-    ops[other] = thread.op;
-    if (thread.state != State::kCollective || thread.mask != mask || !same(thread.site, site)) {
-      ++missing;
-    } else if (other != lane) {
-      token = thread.token;
-    }
+  if (kWarp * warp + std::bit_width(mask) > threads_.size()) {
+    fail("the mask at " + describe(site) + " names a lane that does not exist");
   }
-  self.token = token = token != nullptr ? token : new_token();
+  std::vector<Meeting>& meetings = meetings_[warp];
+  auto meeting = std::find_if(meetings.begin(), meetings.end(),
+                              [&](const Meeting& m) { return m.mask == mask && same(m.site, site); });
+  if (meeting == meetings.end()) meeting = meetings.insert(meeting, {mask, 0, site, new_token(), {}});
+  meeting->arrived |= 1u << lane;
+  meeting->ops[lane] = op;
+  void* const token = meeting->token;
   if (orders) release(token);
-  if (missing == 0) {
-    complete(ops, mask);
+  if (meeting->arrived == mask) {
+    complete(meeting->ops, mask);
+    meetings.erase(meeting);
     for (unsigned other = 0; other < kWarp; ++other) {
-      if (mask >> other & 1) threads_[first + other].state = State::kReady;
+      if (mask >> other & 1) threads_[kWarp * warp + other].state = State::kReady;
     }
   } else {
     wait(State::kCollective, site);

@@ -20,10 +20,7 @@ struct Thread {
   State state = State::kDone;
   Site site;  // the place that it waits at
   int barrier = 0;
-  int votes = 0;      // of the barrier that it has passed
-  uint32_t mask = 0;  // mask of the collective
-  void* op = nullptr;
-  void* token = nullptr;
+  int votes = 0;                          // of the barrier that it has passed
   std::vector<Copy> copies;               // not committed
   std::vector<std::vector<Copy>> groups;  // committed, oldest first
   Products products;
@@ -37,6 +34,15 @@ struct Barrier {
   int votes = 0;
   Site site;
   void* token = nullptr;
+};
+
+// Lanes of a warp that wait for all of `mask` at one place.
+struct Meeting {
+  uint32_t mask;
+  uint32_t arrived;
+  Site site;
+  void* token;
+  void* ops[32];
 };
 
 // What the blocks of a launch share.
@@ -101,6 +107,7 @@ class Block {
   Index index_{};
   std::vector<Thread> threads_;
   std::vector<Barrier> barriers_;
+  std::vector<std::vector<Meeting>> meetings_;  // by warp
   unsigned char* shared_ = nullptr;
   Fiber host_;
   Thread* thread_ = nullptr;

@@ -40,6 +40,8 @@ def build(sanitizer: str, target: str = "all") -> Path:
     if include is None:
         raise FileNotFoundError("the CUDA toolkit's headers are needed: pip install 'fastinfer[test]'")
     options = [f"-DEMULATION_SANITIZER={sanitizer}", f"-DFASTINFER_CUDA_INCLUDE={include}"]
+    if sanitizer in ("address", "thread"):
+        options.append(f"-DEMULATION_BINDINGS={build('plain', 'bindings') / 'libbindings.a'}")
     return cmake(HERE, folder_of(sanitizer), options, target)
 
 

@@ -85,7 +85,9 @@ int32_t int8(uint32_t word, int i) {
 // Computes an mma on the fragments of 32 lanes; kPerWord elements are packed in a register.
 template <class D, int kK, int kPerWord, D (*element)(uint32_t word, int i)>
 void complete_mma(void* const (&ops)[32], uint32_t /*mask*/) {
-  D a[16][kK], b[kK][8], d[16][8];
+  typedef D Row __attribute__((vector_size(8 * sizeof(D))));
+  D a[16][kK];
+  Row b[kK], d[16];
   for (int lane = 0; lane < 32; ++lane) {
     const auto& op = *static_cast<const Mma*>(ops[lane]);
     const int g = lane / 4, t = lane % 4;
@@ -98,9 +100,7 @@ void complete_mma(void* const (&ops)[32], uint32_t /*mask*/) {
     for (int i = 0; i < 4; ++i) d[g + 8 * (i / 2)][2 * t + i % 2] = static_cast<const D*>(op.d)[i];
   }
   for (int m = 0; m < 16; ++m) {
-    for (int k = 0; k < kK; ++k) {
-      for (int n = 0; n < 8; ++n) d[m][n] += a[m][k] * b[k][n];
-    }
+    for (int k = 0; k < kK; ++k) d[m] += a[m][k] * b[k];
   }
   for (int lane = 0; lane < 32; ++lane) {
     const auto& op = *static_cast<const Mma*>(ops[lane]);

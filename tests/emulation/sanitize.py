@@ -3,12 +3,14 @@
 Arguments are passed on to pytest.
 """
 
+import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support import sanitizers
+from support.paths import ROOT
 
 from emulation import build
 
@@ -16,14 +18,23 @@ PARTS = {"thread": 2, "address": 2}  # of some minutes each
 WITH_PROGRAMS = ("tests/bench", "tests/parallel/test_gpus.py")  # of their own, which load the plain build
 
 
+def folders() -> list[str]:
+    """Those with emulated tests: to import the tests of all others takes a minute in each process."""
+    tests = (ROOT / "tests").rglob("test_*.py")
+    emulated = {path.parent for path in tests if re.search(r'"emulated"|mark\.emulated', path.read_text())}
+    return sorted({str(folder.relative_to(ROOT)) for folder in emulated} - {*WITH_PROGRAMS})
+
+
 def main(arguments: list[str]) -> int:
     for sanitizer in PARTS:
         build.build(sanitizer)
+    has_paths = any(Path(ROOT, argument.partition("::")[0]).exists() for argument in arguments)
+    selection = [*([] if has_paths else folders()), "-m", "emulated"]
     jobs = [
         sanitizers.Job(
             f"{sanitizer} {part}/{parts}",
             sanitizer,
-            ["-m", "emulated", *(f"--ignore={path}" for path in WITH_PROGRAMS), *arguments],
+            [*selection, *(f"--ignore={path}" for path in WITH_PROGRAMS), *arguments],
             variables={"FASTINFER_EMULATION": sanitizer, "FASTINFER_EMULATION_PART": f"{part}/{parts}"},
         )
         for sanitizer, parts in PARTS.items()

@@ -227,15 +227,16 @@ def lines_of(mode: str) -> Counter[Line]:
 def test_a_fault_at_any_line(mode: str, error: type[BaseException], alone: dict[str, Any]) -> None:
     """Each line of the engine once, at its first, its last or another occurrence.
 
-    Lines that run in the modes before, too, are mostly tested there.
+    Lines that run in the modes before, too, are mostly tested there; here the errors take turns at every seventh.
     """
     counts = lines_of(mode)
     assert len(counts) > 500
     others = {line for other in MODES[: MODES.index(mode)] for line in lines_of(other)}
     step = str(Path(ENGINE, "step.py"))
+    turn = 0 if error is Fault else 7
     for number, (line, count) in enumerate(sorted(counts.items())):
         launches = mode in AHEAD_MODES and line[0] == step  # in another order than in any other mode
-        if line in others and number % 7 and not launches:
+        if line in others and number % 14 != turn and not launches:
             continue
         occurrence = (1, count, 1 + number * 7919 % count)[number % 4 % 3]
         check_fault(Tracer(line, occurrence, error), mode, alone)

@@ -3,8 +3,9 @@
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import fastinfer.engine
@@ -19,6 +20,11 @@ class Fault(RuntimeError):
 
 class Interrupt(KeyboardInterrupt):
     """As a user raises it."""
+
+
+@cache
+def lines_of(code: CodeType) -> frozenset[int | None]:
+    return frozenset(line for _, _, line in code.co_lines())
 
 
 class Tracer:
@@ -40,7 +46,11 @@ class Tracer:
             sys.settrace(before)
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self._at if frame.f_code.co_filename.startswith(ENGINE) else None
+        code = frame.f_code
+        if self.line is None:
+            return self._at if code.co_filename.startswith(ENGINE) else None
+        # Other functions go on untraced.
+        return self._at if code.co_filename == self.line[0] and self.line[1] in lines_of(code) else None
 
     def _at(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and not self.has_raised:
