@@ -54,6 +54,21 @@ def test_windows_that_are_switched_off(tmp_path: Path) -> None:
     assert read(tmp_path, "MistralForCausalLM", sliding_window=4096).windows == (4096,) * 8
 
 
+def test_layers_that_are_rotated_if_none_has_a_window(tmp_path: Path) -> None:
+    full = {"layer_types": ["full_attention"] * 8}
+    every = frozenset(range(8))
+    for window in (4096, None):
+        cohere2 = read(tmp_path, "Cohere2ForCausalLM", sliding_window=window, **full)
+        exaone4 = read(tmp_path, "Exaone4ForCausalLM", sliding_window=window, **full)
+        assert cohere2.unrotated_layers == every
+        assert exaone4.unrotated_layers == (every if window else frozenset())
+
+
+def test_an_activation_that_is_null(tmp_path: Path) -> None:
+    config = read(tmp_path, "Gemma2ForCausalLM", hidden_activation=None, hidden_act="gelu_pytorch_tanh")
+    assert config.activation == "gelu_tanh"
+
+
 def test_gemma(tmp_path: Path) -> None:
     common = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
     two = read(

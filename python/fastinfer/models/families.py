@@ -129,7 +129,20 @@ class Family:
     stacked_order: str = "out_in"
 
 
-_GEMMA2 = Family(_LAYER | _POST_NORMS, structure=GEMMA2, norm_offset=1.0)
+_GEMMA2 = Family(
+    _LAYER | _POST_NORMS,
+    structure=GEMMA2,
+    norm_offset=1.0,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+)
 _GEMMA3 = replace(
     _GEMMA2,
     structure=GEMMA3,
@@ -197,6 +210,7 @@ _GEMMA4_UNIFIED = replace(
     },
 )
 _SLIDING = {"sliding_window": 4096}
+_MISTRAL = Family(defaults={"num_key_value_heads": 8, **_SLIDING})
 _OLMO2 = Family(
     _LAYER | {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
     structure=OLMO2,
@@ -266,17 +280,20 @@ _LFM2 = Family(
     _W123,
     top=_TOP | {"norm": "model.embedding_norm"},
     structure=LFM2,
-    defaults={"rope_theta": 1e6, "conv_L_cache": 3},
+    defaults={"rope_theta": 1e6, "conv_L_cache": 3, "norm_eps": 1e-5},
     epsilon="norm_eps",
 )
-_QWEN2_VL = Family(qkv_bias=True, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6})
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_QWEN2_VL = Family(
+    qkv_bias=True, defaults={**_QWEN_WINDOWS, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(),
-    "Ministral3ForCausalLM": Family(),
-    "Qwen2ForCausalLM": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(structure=HEAD_NORMS),
+    "MistralForCausalLM": _MISTRAL,
+    "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5}),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, defaults=_QWEN_WINDOWS),
+    "Qwen3ForCausalLM": Family(structure=HEAD_NORMS, defaults=_QWEN_WINDOWS),
     "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False}),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
@@ -285,13 +302,14 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(_OLMO2, defaults={**_OLMO2.defaults, **_SLIDING, "rope_theta": 5e5}),
     "Exaone4ForCausalLM": replace(_OLMO2, structure=EXAONE4, defaults={**_OLMO2.defaults, **_SLIDING}),
-    "CohereForCausalLM": _COHERE,
+    "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, **_SLIDING}),
     # Q, K and V are one matrix; gate and up are another.
     "Phi3ForCausalLM": Family(
         _LAYER
         | dict.fromkeys(("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj")
-        | dict.fromkeys(("gate_proj", "up_proj"), "mlp.gate_up_proj")
+        | dict.fromkeys(("gate_proj", "up_proj"), "mlp.gate_up_proj"),
+        defaults={"rms_norm_eps": 1e-5},
     ),
     "GPT2LMHeadModel": Family(
         layer={
@@ -306,18 +324,19 @@ FAMILIES: dict[str, Family] = {
         prefix="transformer.",
         qkv_bias=True,
         transposed=True,
+        defaults={"activation_function": "gelu_new"},
     ),
     "MixtralForCausalLM": Family(
         _LAYER | {"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts"},
         _W123,
-        defaults={"norm_topk_prob": True},
+        defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
     "Qwen2MoeForCausalLM": Family(
         _LAYER | {"shared_expert": "mlp.shared_expert"},
         qkv_bias=True,
-        defaults={"shared_expert_gate": True, "use_sliding_window": False},
+        defaults={**_QWEN_WINDOWS, "shared_expert_gate": True},
     ),
-    "Qwen3MoeForCausalLM": Family(structure=HEAD_NORMS),
+    "Qwen3MoeForCausalLM": Family(structure=HEAD_NORMS, defaults={"use_sliding_window": False, "sliding_window": 4096}),
     "Glm4MoeForCausalLM": Family(
         output_bias=False,
         sigmoid_router=True,
@@ -357,7 +376,13 @@ FAMILIES: dict[str, Family] = {
         _LAYER | _LATENT_LAYER,
         structure=LATENT,
         sigmoid_router=True,
-        defaults={"norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8, "topk_group": 4},
+        defaults={
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        },
     ),
     "Mistral4ForCausalLM": Family(
         _LAYER | _LATENT_LAYER,
@@ -401,7 +426,12 @@ FAMILIES: dict[str, Family] = {
         _GRANITE_SHARED,
         structure=GRANITE_SWA,
         stacked=_STACKED,
-        defaults={**_GRANITE_SWA, "norm_topk_prob": True},
+        defaults={
+            **_GRANITE_SWA,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 2048,
+        },
     ),
     "Lfm2ForCausalLM": replace(
         _LFM2,
@@ -488,7 +518,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForConditionalGeneration": _GEMMA4,
     "Gemma4UnifiedForConditionalGeneration": _GEMMA4_UNIFIED,
-    "Mistral3ForConditionalGeneration": Family(),
+    "Mistral3ForConditionalGeneration": _MISTRAL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen3VLForConditionalGeneration": Family(structure=HEAD_NORMS, defaults={"rope_theta": 5e5}),

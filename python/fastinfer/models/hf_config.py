@@ -28,6 +28,8 @@ from fastinfer.models.state_config import StateConfig
 from fastinfer.models.stored_layers import StoredLayers
 from fastinfer.models.structure import FALCON_H1, GEMMA4, NEMOTRON_H
 
+# Families that scale rotations where their files do not say how.
+_SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM")
 # Families whose files may have a rotary base for each layer.
 _ROPE_BY_LAYER = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
 
@@ -65,9 +67,10 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     if text is not None:
         fields = text
         kind = fields.get("model_type", str, None)
-        if name == "Mistral3ForConditionalGeneration" and kind == "mistral4":
-            name, family = "Mistral4ForCausalLM", FAMILIES["Mistral4ForCausalLM"]
-        elif name == "Mistral3ForConditionalGeneration" and kind not in (None, "mistral", "ministral3"):
+        if name == "Mistral3ForConditionalGeneration" and kind in ("mistral4", "ministral3"):
+            name = f"{kind.capitalize()}ForCausalLM"
+            family = FAMILIES[name]
+        elif name == "Mistral3ForConditionalGeneration" and kind not in (None, "mistral"):
             raise UnsupportedModelError(
                 f"{path}: text_config.model_type must be mistral, ministral3 or mistral4, got {kind!r:.80}"
             )
@@ -92,7 +95,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         raise CheckpointFormatError(f"{path}: expected a multiple of {num_kv_heads} query heads, got {num_heads}")
     with_states = state_layers(fields, family, num_layers)
     windows = () if with_states else attention_windows(fields, name, family, num_layers)
-    if name == "Mistral4ForCausalLM" and not (fields.object("rope_parameters") or fields.object("rope_scaling")):
+    if name in _SCALED and not (fields.object("rope_parameters") or fields.object("rope_scaling")):
         raise CheckpointFormatError(f"{path}: rope_parameters is missing")
     latent = latent_attention(fields, size) if family.structure.latent_attention else None
     if latent is not None:
@@ -140,7 +143,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         stored_layers=stored_layers,
         gated=family.activation != "relu2",
         activation=family.activation
-        or activation(fields, "hidden_activation" if "hidden_activation" in fields.values else "hidden_act"),
+        or activation(fields, "hidden_act" if fields.values.get("hidden_activation") is None else "hidden_activation"),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias and family.output_bias,
         mlp_bias=fields.get("mlp_bias", bool, False),

@@ -10,25 +10,15 @@ from fastinfer.models.hf_fields import require
 from fastinfer.models.hf_states import FULL, is_rotated, layers_of_kind, mamba_layers, short_conv_layers
 from fastinfer.models.structure import NEMOTRON_H, periodic_windows
 
-# Layers without a window in files without layer_types, where they are not every n-th.
-_FULL_LAYERS: dict[str, Callable[[int, int], bool]] = {
-    "GraniteSWAForCausalLM": lambda layer, num_layers: layer % 4 == 0,
-    "GraniteMoeSWAForCausalLM": lambda layer, num_layers: layer % 4 == 0,
-    "MuseGlimmerForConditionalGeneration": lambda layer, num_layers: (num_layers - 1 - layer) % 4 == 0,
-}
-
 
 def attention_windows(fields: JsonFields, name: str, family: Family, num_layers: int) -> tuple[int, ...]:
     """Return the length of each layer's attention window in positions, 0 for none."""
-    if not fields.get("use_sliding_window", bool, True):
+    if "use_sliding_window" in fields.values and not fields.get("use_sliding_window", bool, False):
         return ()
     window = fields.get("sliding_window", int, 0, minimum=1, maximum=MAX_SIZE)
     if not window:
         return ()
     kinds = fields.get("layer_types", list, [])
-    if not kinds and name in _FULL_LAYERS:
-        full = [_FULL_LAYERS[name](layer, num_layers) for layer in range(num_layers)]
-        kinds = ["full_attention" if is_full else "sliding_attention" for is_full in full]
     if kinds:
         if len(kinds) != num_layers or not {str(k) for k in kinds} <= {"sliding_attention", "full_attention"}:
             raise CheckpointFormatError(
@@ -36,14 +26,27 @@ def attention_windows(fields: JsonFields, name: str, family: Family, num_layers:
                 f"got {kinds!r:.80}"
             )
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    # Older files have no layer_types; this is the rule in the families' own code.
+    # Older files have no layer_types; these are the rules in the families' own code.
+    if is_windowed := _windowed_layers(fields, name, num_layers):
+        return tuple(window if is_windowed(layer) else 0 for layer in range(num_layers))
     period = fields.get("sliding_window_pattern", int, family.structure.window_period, minimum=1)
-    if period:
-        return periodic_windows(window, period, num_layers)
-    first = 0
-    if name.startswith("Qwen"):
+    return periodic_windows(window, period, num_layers)
+
+
+def _windowed_layers(fields: JsonFields, name: str, num_layers: int) -> Callable[[int], bool] | None:
+    """Return which layers have a window; None where it is every layer, or all but each n-th."""
+    if name in ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"):
+        return lambda layer: layer % 4 != 0
+    if name == "MuseGlimmerForConditionalGeneration":
+        return lambda layer: (num_layers - 1 - layer) % 4 != 0
+    if name == "SmolLM3ForCausalLM":
+        return _smollm3_unrotated_layers(fields, num_layers).__contains__
+    if "max_window_layers" in fields.values:
         first = fields.get("max_window_layers", int, num_layers, minimum=0)
-    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+        if name == "Qwen2MoeForCausalLM":
+            return lambda layer: layer % 2 == 0 and layer < first
+        return lambda layer: layer >= first
+    return None
 
 
 def state_layers(fields: JsonFields, family: Family, num_layers: int) -> tuple[bool, ...]:
@@ -68,23 +71,31 @@ def unrotated_layers(
 ) -> frozenset[int]:
     """Return the layers whose queries and keys are not rotated."""
     if name == "SmolLM3ForCausalLM":
-        interval = fields.get("no_rope_layer_interval", int, 4, minimum=1)
-        default = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-        rotates = fields.get("no_rope_layers", list, default)
-        if len(rotates) != num_layers or not all(flag in (0, 1) for flag in rotates):
-            raise CheckpointFormatError(
-                f"{fields.path}: no_rope_layers: expected {num_layers} numbers 0 or 1, got {rotates!r:.80}"
-            )
-        return frozenset(layer for layer, flag in enumerate(rotates) if not flag)
+        return _smollm3_unrotated_layers(fields, num_layers)
+    # Without any window, too: Cohere 2 rotates what has a window, EXAONE 4 all layers if there is no length of one.
+    is_exaone = name == "Exaone4ForCausalLM" and fields.values.get("sliding_window") is not None
+    if name == "Cohere2ForCausalLM" or is_exaone:
+        return frozenset(layer for layer in range(num_layers) if not (windows and windows[layer]))
     if name == "MuseGlimmerForConditionalGeneration":
         if fields.values.get("layer_rope_theta") is None:
-            return frozenset(layer for layer in range(num_layers) if _FULL_LAYERS[name](layer, num_layers))
+            return frozenset(layer for layer in range(num_layers) if (num_layers - 1 - layer) % 4 == 0)
         # All other layers have the base of rope_parameters, whatever the list says.
         thetas = fields.numbers("layer_rope_theta", num_layers)
         return frozenset(layer for layer, theta in enumerate(thetas) if not theta)
     if family.structure is NEMOTRON_H or (name == "GraniteMoeHybridForCausalLM" and not is_rotated(fields)):
         return frozenset(range(num_layers))
     return family.structure.unrotated_layers(windows)
+
+
+def _smollm3_unrotated_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
+    interval = fields.get("no_rope_layer_interval", int, 4, minimum=1)
+    default = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    rotates = fields.get("no_rope_layers", list, default)
+    if len(rotates) != num_layers or not all(flag in (0, 1) for flag in rotates):
+        raise CheckpointFormatError(
+            f"{fields.path}: no_rope_layers: expected {num_layers} numbers 0 or 1, got {rotates!r:.80}"
+        )
+    return frozenset(layer for layer, flag in enumerate(rotates) if not flag)
 
 
 def dense_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:

@@ -109,6 +109,7 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _positions(config: ModelConfig) -> dict[str, Any]:
+    defaults = FAMILIES[config.architecture].defaults
     values: dict[str, Any] = {"max_position_embeddings": config.max_position, "rope_theta": config.rope_theta}
     if config.rotary_dim != config.head_dim:
         values["partial_rotary_factor"] = config.rotary_dim / config.head_dim
@@ -121,8 +122,10 @@ def _positions(config: ModelConfig) -> dict[str, Any]:
     if config.windows:
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         values |= {"sliding_window": max(config.windows), "layer_types": kinds}
-    elif config.architecture in ("Exaone4ForCausalLM", "Cohere2ForCausalLM"):
+    elif "sliding_window" in defaults:
         values["sliding_window"] = None
+    if "use_sliding_window" in defaults:
+        values["use_sliding_window"] = bool(config.windows)
     if config.architecture == "SmolLM3ForCausalLM":
         values["no_rope_layers"] = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
     return values
