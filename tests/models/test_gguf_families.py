@@ -19,6 +19,7 @@ from fastinfer.models.loader import load_decoder
 
 FAMILIES = (
     "llama2",
+    "llama-biases",
     "qwen2-plain",
     "qwen3",
     "gemma2-plain",
@@ -48,6 +49,7 @@ FAMILIES = (
     "qwen3.5",
     "qwen3.5-moe",
     "qwen3-next-plain",
+    "granite",
     "granite-plain",
     "granite-moe",
     "granite-moe-shared",

@@ -349,9 +349,9 @@ def _converted(
         return [(f"blk.{block}.ffn_gate{kind}.weight", gate), (f"blk.{block}.ffn_up{kind}.weight", up)]
     if name.endswith("shared_mlp.output_linear.weight") and not config.num_local_experts:
         return [(f"blk.{name.split('.')[2]}.ffn_down.weight", values)]
-    if architecture in PERMUTED and name.endswith(("q_proj.weight", "k_proj.weight")):
+    if architecture in PERMUTED and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-        pairs = values.view(heads, 2, -1, values.shape[1])
+        pairs = values.view(heads, 2, -1, *values.shape[1:])
         values = pairs.transpose(1, 2).reshape(values.shape)
     if architecture == "gemma4" and ".router." in name and not name.endswith("proj.weight"):
         part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"

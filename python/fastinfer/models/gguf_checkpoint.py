@@ -166,10 +166,10 @@ class GGUFCheckpoint:
             self.release()
 
     def vector(self, name: str, size: int) -> Tensor:
-        is_bias = name.endswith(".bias")
+        is_bias, matrix = name.endswith(".bias"), name.removesuffix(".bias")
         part = name.rpartition(".")[2]
         suffixes = {**_SUFFIXES, **ARCHITECTURES[self.config.architecture].suffixes}
-        stored = self._stored(name.removesuffix(".bias")) + (".bias" if is_bias else suffixes.get(part, ".weight"))
+        stored = self._stored(matrix) + (".bias" if is_bias else suffixes.get(part, ".weight"))
         tensor = self._get(stored)
         data, shape = tensor.data.reshape(1, -1), tensor.shape
         if ".experts." in name and len(shape) == 2 and shape[0] == self.config.num_experts:
@@ -179,14 +179,15 @@ class GGUFCheckpoint:
         if not isinstance(unpacked, Dense):
             raise UnsupportedModelError(f"{self.path}: tensor {stored!r} must be dense, got {tensor.type.name}")
         values = unpacked.values.float().view(-1)
-        rows = self._fused_rows(name.removesuffix(".bias")) if is_bias else None
+        rows = self._fused_rows(matrix) if is_bias else None
         if rows is not None and len(values) >= rows.stop:
             values = values[rows]
         # The vectors of Mamba-2 are stored as columns, or with a row for each group.
         is_vector = len(shape) == 1 or part in ("A_log", "D", "gated_norm")
         if not is_vector or len(values) != size:
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {(size,)}, got {tensor.shape}")
-        if part in ("A_log", "dt_bias") and (order := self._order(name, size)) is not None:
+        # The converter has changed their order like that of rows.
+        if (is_bias or part in ("A_log", "dt_bias")) and (order := self._order(matrix, size)) is not None:
             values = values[order]
         if part == "A_log":  # stored as -exp(A_log)
             if not (values < 0).all():

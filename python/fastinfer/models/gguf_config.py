@@ -109,9 +109,9 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         unrotated_layers=unrotated_layers | structure.unrotated_layers(windows),
         activation=family.activation,
         gated=family.gated,
-        qkv_bias=family.qkv_bias or "blk.0.attn_q.bias" in file.tensors,
-        output_bias=family.other_biases,
-        mlp_bias=family.other_biases,
+        qkv_bias=family.qkv_bias or _has_biases(file, "attn_q") or _has_biases(file, "attn_qkv"),
+        output_bias=family.other_biases or _has_biases(file, "attn_output"),
+        mlp_bias=family.other_biases or _has_biases(file, "ffn_down"),
         attention_scale=_attention_scale(architecture, hidden_size, num_layers, num_heads)
         if latent is None
         else latent_scale(file, architecture, latent),
@@ -129,6 +129,11 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     )
     config = replace(config, **_factors(file, architecture))
     return gemma4_config(file, config) if structure is GEMMA4 else config
+
+
+def _has_biases(file: GGUFFile, part: str) -> bool:
+    """Return whether this matrix of the layers has a bias, which no key of the metadata says."""
+    return any(name.startswith("blk.") and name.endswith(f".{part}.bias") for name in file.tensors)
 
 
 def _factors(file: GGUFFile, architecture: str) -> dict[str, Any]:
