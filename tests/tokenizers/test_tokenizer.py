@@ -322,6 +322,13 @@ def test_beginning_of_text(tmp_path: Path, pre: str, add_bos: bool | None, begin
     assert toy.encode("ab", add_special_tokens=False) == [6]
 
 
+@pytest.mark.parametrize(("add_eos", "ends"), [(True, [6, 0]), (False, [6]), (None, [6])])
+def test_end_of_text(tmp_path: Path, add_eos: bool | None, ends: list[int]) -> None:
+    toy = Tokenizer.from_gguf(toy_file(tmp_path, eos_token_id=0, add_eos_token=add_eos))
+    assert toy.encode("ab") == ends
+    assert toy.encode("ab", add_special_tokens=False) == [6]
+
+
 def test_llama3_takes_whole_words_without_merges(tmp_path: Path) -> None:
     assert Tokenizer.from_gguf(toy_file(tmp_path, pre="llama3")).encode("fed", add_special_tokens=False) == [8]
     assert Tokenizer.from_gguf(toy_file(tmp_path, pre="gpt-2")).encode("fed") == [5, 4, 3]

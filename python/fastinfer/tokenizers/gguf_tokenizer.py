@@ -72,6 +72,7 @@ class _Tokens:
         added = self.control | self.user_defined
         ends = {eos, self.special_id("eot"), self.special_id("eom"), *(added[t] for t in END_TOKENS & added.keys())}
         add_bos = self.file.get("tokenizer.ggml.add_bos_token", bool, add_bos)
+        add_eos = self.file.get("tokenizer.ggml.add_eos_token", bool, False)
         return Vocabulary(
             tokens=self.spellings,
             control=frozenset(self.control.values()),
@@ -81,6 +82,7 @@ class _Tokens:
             eos_id=eos,
             eos_ids=frozenset(i for i in ends if i is not None),
             prefix=(bos,) if add_bos and bos is not None else (),
+            suffix=(eos,) if add_eos and eos is not None else (),
             adds_space=adds_space,
             chat_template=self.file.get("tokenizer.chat_template", str, None),
         )
