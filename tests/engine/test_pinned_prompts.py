@@ -69,6 +69,28 @@ def test_a_pinned_prompt_that_is_computed_together_with_the_same_text(still_runs
     assert output.outputs[0].token_ids == greedy([*MODULE, 50], 8)
 
 
+@pytest.mark.parametrize("removed", ["first", "second"])
+def test_pinned_prompts_that_begin_alike_and_are_computed_together(removed: str) -> None:
+    """As all are after a sleep: they share the blocks, which stay until both are removed."""
+    engine = toy_engine(block_size=4, num_kv_blocks=26, max_model_len=40)
+    ends = {"first": [30, 31, 32, 33], "second": [40, 41, 42, 43]}
+    for name, end in ends.items():
+        engine.pin_prompt(name, [*MODULE[:20], *end])
+    drain(engine)
+    check_blocks(engine)
+    assert engine.stats().num_used_blocks == 7
+    engine.unpin_prompt(removed)
+    [kept] = ends.keys() - {removed}
+    for index in range(6):
+        engine.add_request([index] * 30, GREEDY)
+    drain(engine)
+    check_blocks(engine)
+    request_id = engine.add_request([*engine.pinned_prompt(kept).token_ids, 50], GREEDY)
+    output = drain(engine)[request_id]
+    assert output.num_cached_tokens == 24
+    assert output.outputs[0].token_ids == greedy([*MODULE[:20], *ends[kept], 50], 8)
+
+
 @pytest.mark.parametrize("how", ["abort", "remove"])
 def test_a_pinned_prompt_that_is_not_computed_yet(how: str) -> None:
     engine = toy_engine(block_size=4, max_num_batched_tokens=8)

@@ -236,8 +236,7 @@ class RequestTable:
             if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
                 is_pinned = self._pinned_prompts.holds(sequence)
                 if is_pinned:
-                    # Other blocks with this content may be reused at any time; these stay.
-                    self._block_manager.prefer_blocks_of(sequence)
+                    self._block_manager.pin(sequence)  # or what is found could be evicted
                 self._scheduler.finish(sequence, keep_blocks=is_pinned)
         if output is not None:
             self.deliver_later(output)
