@@ -449,7 +449,8 @@ class AsyncEngine:
         """
 
         def check(request_id: str) -> QueueRequest:
-            return pinned_prompt_job(self._engine, name, prepare(self._engine, _as_prompt(prompt)), adapter)
+            prepared = prepare(self._engine, _as_prompt(prompt))
+            return pinned_prompt_job(self._engine, name, prepared, adapter, request_id)
 
         mailbox: Mailbox[PrefillOutput] = Mailbox()
         output = await anext(self._submit(mailbox, prompt, check))
@@ -681,11 +682,9 @@ class AsyncEngine:
         with self._lock:  # change both counts together, or the request would count as submitted and as waiting
             self._stats = stats
             self._num_submitted -= 1
-            del self._mailboxes[mailbox.request_id]
-            if isinstance(outcome, str):
-                mailbox.request_id = outcome
-                self._mailboxes[outcome] = mailbox
-                mailbox.is_queued = True
+            mailbox.is_queued = isinstance(outcome, str)
+            if not mailbox.is_queued:
+                del self._mailboxes[mailbox.request_id]
         if isinstance(outcome, BaseException):
             mailbox.put(outcome)
         else:

@@ -537,6 +537,22 @@ class LateTokenizer(ToyTokenizer):
         return super().encode(text)
 
 
+def test_a_pinned_prompt_takes_no_id_that_others_may_choose() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            await engine.pause()
+            pinning = asyncio.create_task(engine.pin_prompt("system", [5, 6, 7]))
+            await until(lambda: engine.stats().num_waiting)
+            stream = engine.generate([1, 2], GREEDY, request_id="request-0")
+            await stream.accepted()
+            await engine.resume()
+            assert (await read(stream))[-1].outputs[0].token_ids == greedy([1, 2], 12)
+            await pinning
+            await engine.unpin_prompt("system")
+
+    run(main())
+
+
 def test_other_requests_run_while_a_prompt_is_tokenised() -> None:
     async def main() -> None:
         async with toy_async_engine() as engine:

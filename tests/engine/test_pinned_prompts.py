@@ -110,6 +110,25 @@ def test_a_pinned_prompt_that_is_not_computed_yet(how: str) -> None:
         engine.pinned_prompt("system")
 
 
+def test_removal_leaves_the_requests_that_have_its_id_by_now() -> None:
+    engine = toy_engine(block_size=4)
+    engine.pin_prompt("system", MODULE, request_id="a")
+    drain(engine)
+    engine.add_request([40, 41], GREEDY, request_id="a")
+    engine.step()
+    engine.unpin_prompt("system")
+    assert drain(engine)["a"].outputs[0].token_ids == greedy([40, 41], 8)
+    check_blocks(engine)
+
+
+def test_a_generated_id_is_not_that_of_an_output_that_waits() -> None:
+    engine = toy_engine(block_size=4, max_num_batched_tokens=8)
+    engine.pin_prompt("system", MODULE, request_id="request-0")
+    engine.unpin_prompt("system")
+    assert engine.add_request([40, 41], GREEDY) == "request-1"
+    assert drain(engine)["request-0"].finish_reason == "abort"
+
+
 def test_a_pinned_prompt_is_found_under_its_salt_alone() -> None:
     engine = toy_engine(block_size=4)
     engine.pin_prompt("system", MODULE, cache_salt="tenant")

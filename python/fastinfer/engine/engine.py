@@ -438,7 +438,8 @@ class Engine:
             RequestError: there is no pinned prompt of this name.
         """
         sequence = self.pinned_prompts.get(name).sequence
-        if (output := self.abort(sequence.request_id)) is not None:
+        is_computed = sequence.state is SequenceState.FINISHED  # from then on another request may have its id
+        if not is_computed and (output := self.abort(sequence.request_id)) is not None:
             self.requests.deliver_later(output)  # a caller may be waiting for this output
         self.pinned_prompts.forget([sequence])
         self.block_manager.free(sequence)

@@ -93,9 +93,9 @@ class RequestTable:
         """
         if request_id is None:
             numbered = (f"request-{number}" for number in self._numbers)
-            return next(name for name in numbered if name not in self.active)  # users may have chosen such ids
+            return next(name for name in numbered if not self._is_used(name))  # users may have chosen such ids
         check_text("request_id", request_id)
-        if request_id in self.active or request_id in self._undelivered:
+        if self._is_used(request_id):
             raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
         return request_id
 
@@ -259,6 +259,10 @@ class RequestTable:
         """Number of tokens of the sequences and requests that :attr:`num_waiting` counts."""
         not_queued = self.awaiting_grammar.num_tokens + self.awaiting_adapter.num_tokens
         return self._scheduler.num_waiting_tokens + not_queued
+
+    def _is_used(self, request_id: str) -> bool:
+        """Return whether a request has this id, or an output of one that has ended."""
+        return request_id in self.active or request_id in self._undelivered
 
     def _queue(self, request: Request) -> None:
         """Queue a request, once its adapter is in a slot if it has one."""
