@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.kv_files import GIB, damage, kv_files, restore, size_of
 from support.peft_adapter import write_adapter
+from support.stages import use_stages
 from support.tiny_decoder import CONFIG, make_decoder
 from support.toy import VOCAB_SIZE, Forgetful, ToyModel, ToyTokenizer, always_speculate, check_blocks, drain, toy_engine
 from support.toy_grammar import Letters, constrained
@@ -65,6 +66,15 @@ def test_a_later_engine_computes_the_last_tokens_only(
     assert stats.num_prompt_tokens == sum(map(len, PROMPTS)) - 4 * NUM_PROMPT_BLOCKS
     assert (stats.num_damaged_kv_files, stats.num_failed_kv_files, stats.num_dropped_kv_blocks) == (0, 0, 0)
     assert stats.num_loaded_host_blocks == 0
+
+
+def test_stages_store_the_blocks_of_their_last_step(tmp_path: Path) -> None:
+    engine = use_stages(make_engine(tmp_path), 3)
+    engine.add_request([1, 2, 3], PARAMS)  # its last step fills the second block
+    drain(engine)
+    check_blocks(engine)
+    flush(engine)
+    assert len(kv_files(tmp_path)) == 2
 
 
 def test_a_later_process_finds_the_blocks(tmp_path: Path) -> None:
