@@ -789,6 +789,29 @@ def test_pinned_prompts_are_there_after_sleeping() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_sleeps_once_pinned_prompts_are_computed_again(fails: bool) -> None:
+    async def main() -> None:
+        async with toy_async_engine(block_size=4, max_num_batched_tokens=4) as engine:
+            await engine.pin_prompt("system", [5] * 20)
+            model: Any = engine._engine.model
+            model.fail = fails
+            await engine.reset_prefix_cache()
+            await engine.sleep()
+            model.fail = False
+            await engine.wake_up()
+            prompt = {"prompt_token_ids": [1, 2], "pinned_prompt": "system"}
+            if fails:
+                with pytest.raises(RequestError, match=r"pinned prompt must be one of \[\], got 'system'"):
+                    await read(engine.generate(prompt, GREEDY))
+            else:
+                [*_, output] = await read(engine.generate(prompt, GREEDY))
+                assert output.num_cached_tokens == 20
+                await engine.unpin_prompt("system")
+
+    run(main())
+
+
 def test_an_engine_can_be_shut_down_while_it_sleeps() -> None:
     async def main() -> None:
         async with toy_async_engine() as engine:

@@ -44,7 +44,7 @@ from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 ACTIONS = ["add", "add", "add", "embed", "module", "unpin", "step", "step", "step", "step", "step", "abort", "clock"]
-ACTIONS += ["turn", "fault", "fault at a line", "sleep"]
+ACTIONS += ["turn", "fault", "fault at a line", "sleep", "reset"]
 CUT_SHORT = {"abort", "timeout", "error"}
 # Lines of the engine that a step runs through, by order of magnitude.
 MAX_LINES = 600
@@ -289,6 +289,9 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
                 step(engine, take)
             engine.sleep(1)
             engine.wake_up()
+            check_blocks(engine)
+        elif action == "reset":
+            engine.reset_prefix_cache()
             check_blocks(engine)
         elif action == "step":
             step(engine, take)

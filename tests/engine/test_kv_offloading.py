@@ -68,6 +68,21 @@ def test_a_later_engine_computes_the_last_tokens_only(
     assert stats.num_loaded_host_blocks == 0
 
 
+def test_a_reset_of_the_prefix_cache_empties_host_memory_and_leaves_the_files(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, num_kv_blocks=14, max_model_len=40, kv_offloading_size=2**20 / GIB)
+    assert engine.offloading is not None
+    assert engine.offloading.host is not None
+    for prompt in PROMPTS[:4]:
+        complete(engine, [prompt])
+    assert len(engine.offloading.host) > 0
+    flush(engine)
+    num_files = len(kv_files(tmp_path))
+    engine.reset_prefix_cache()
+    assert (len(engine.offloading.host), engine.stats().num_cached_blocks) == (0, 0)
+    check_blocks(engine)
+    assert len(kv_files(tmp_path)) == num_files > 0
+
+
 def test_stages_store_the_blocks_of_their_last_step(tmp_path: Path) -> None:
     engine = use_stages(make_engine(tmp_path), 3)
     engine.add_request([1, 2, 3], PARAMS)  # its last step fills the second block

@@ -139,6 +139,46 @@ def test_a_pinned_prompt_is_found_under_its_salt_alone() -> None:
     check_blocks(engine)
 
 
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_a_reset_of_the_prefix_cache_computes_pinned_prompts_again(is_computed: bool) -> None:
+    engine = toy_engine(block_size=4, num_kv_blocks=20, max_model_len=40, max_num_batched_tokens=8)
+    first = engine.pin_prompt("system", MODULE)
+    if is_computed:
+        drain(engine)
+    else:
+        engine.step()
+    beside = engine.add_request([40, 41, 42, 43, 44], GREEDY)
+    engine.step()
+    engine.reset_prefix_cache()
+    outputs = drain(engine)
+    assert outputs[beside].outputs[0].token_ids == greedy([40, 41, 42, 43, 44], 8)
+    assert engine.stats().num_prompt_tokens == 5 + len(MODULE) * (1 + is_computed)
+    assert is_computed or outputs[first].finish_reason == "stop"
+    assert engine.stats().num_used_blocks == 6
+    check_blocks(engine)
+    for index in range(6):
+        engine.add_request([index] * 30, GREEDY)
+    drain(engine)
+    request_id = engine.add_request([*MODULE, 50], GREEDY)
+    output = drain(engine)[request_id]
+    assert output.num_cached_tokens == 20
+    assert output.outputs[0].token_ids == greedy([*MODULE, 50], 8)
+    engine.unpin_prompt("system")
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_a_reset_of_a_sleeping_engine_leaves_its_pinned_prompts_to_wake_up() -> None:
+    engine = toy_engine(block_size=4)
+    engine.pin_prompt("system", MODULE)
+    drain(engine)
+    engine.sleep()
+    engine.reset_prefix_cache()
+    assert not engine.has_unfinished
+    engine.wake_up()
+    assert engine.stats().num_used_blocks == 6
+    check_blocks(engine)
+
+
 def test_what_is_refused() -> None:
     engine = toy_engine(block_size=4, num_kv_blocks=20, max_model_len=40)
     engine.pin_prompt("a", MODULE)
