@@ -91,6 +91,7 @@ class BeamRequest(Request):
         self.sequences = [first, *first.siblings]
         self.finish_time: float | None = None
         self._num_cached_tokens: int | None = None
+        self._num_generated_tokens = 0
         self._params = params
         self._prompt = prompt
         self._prompt_token_ids = list(prompt_token_ids)
@@ -106,6 +107,11 @@ class BeamRequest(Request):
     def unfinished(self) -> list[Sequence]:
         return self.sequences if self.finish_time is None else []
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """One for each beam and round, also those of beams that were given up."""
+        return self._num_generated_tokens
+
     def update(self, step: SequenceStep) -> None:
         """Record a beam's likeliest next tokens; the beam then waits for the other beams."""
         if self._num_cached_tokens is None:
@@ -114,6 +120,7 @@ class BeamRequest(Request):
             logprobs = step.tokens[0].logprobs
             assert logprobs is not None
             self._next[step.sequence] = logprobs
+            self._num_generated_tokens += 1
             self._first_token_time = self._first_token_time or time.perf_counter()
 
     def end_step(self, scheduler: Scheduler) -> None:
