@@ -9,7 +9,7 @@ from fastinfer.engine.sampled_token import TokenLogprob
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fastinfer.sampling_params import BeamSearchParams, SamplingParams
+from fastinfer.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
@@ -82,7 +82,10 @@ class BeamRequest(Request):
         tokenizer: Tokenizer,
         max_model_len: int,
     ) -> None:
-        greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=2 * params.beam_width)
+        self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
+        # Of the likeliest tokens of a beam, some may end the text; as many others as there are beams may go on.
+        num_logprobs = min(params.beam_width + len(self._eos_ids), MAX_LOGPROBS)
+        greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=num_logprobs)
         max_length = min(max_model_len, len(prompt_token_ids) + params.max_tokens)
         first = Sequence(request_id, prompt_token_ids, greedy, 0, max_length=max_length, **options)
         first.may_speculate = False
@@ -96,7 +99,6 @@ class BeamRequest(Request):
         self._prompt = prompt
         self._prompt_token_ids = list(prompt_token_ids)
         self._tokenizer = tokenizer
-        self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
         self._logprobs = {sequence: 0.0 if sequence is first else -float("inf") for sequence in self.sequences}
         self._next: dict[Sequence, list[TokenLogprob]] = {}
         self._ended: list[_Hypothesis] = []
@@ -136,7 +138,7 @@ class BeamRequest(Request):
                 if self._logprobs[parent] + entry.logprob > -float("inf")  # neither a copy nor an impossible token
             ),
             key=lambda candidate: -candidate.logprob,
-        )[: 2 * width]
+        )
         chosen = []
         for rank, candidate in enumerate(candidates):
             if candidate.token_id not in self._eos_ids:
