@@ -229,9 +229,9 @@ class RequestTable:
         """Keep a request's output for later, and remove its sequences that have ended, and itself at its end."""
         try:
             output = request.output()
-            unfinished = request.unfinished
+            unfinished = set(request.unfinished)
         except Exception as error:
-            output, unfinished = request.failure(describe_error(error)), []
+            output, unfinished = request.failure(describe_error(error)), set()
         for sequence in request.sequences:
             if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
                 is_pinned = self._pinned_prompts.holds(sequence)
