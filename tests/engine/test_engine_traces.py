@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.faults import Fault, Interrupt, Tracer
-from support.kv_files import GIB
+from support.kv_files import GIB, wait_for_files
 from support.stages import chunks_in_flight, has_stages, use_stages
 from support.state_toy import StateRoleToy, StateToy
 from support.toy import (
@@ -340,7 +340,7 @@ def step(engine: Engine, take: Callable[[Any], None]) -> None:
 def flush(engine: Engine) -> None:
     """Wait for the blocks that are being written to disk."""
     if engine.offloading is not None and engine.offloading.disk is not None:
-        engine.offloading.disk.flush()
+        wait_for_files(engine.offloading.disk)
 
 
 def reached(engine: Engine) -> dict[Sequence, tuple[int, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kv_files import GIB, damage, kv_files, restore, size_of
+from support.kv_files import GIB, damage, kv_files, restore, size_of, wait_for_files
 from support.peft_adapter import write_adapter
 from support.stages import use_stages
 from support.tiny_decoder import CONFIG, make_decoder
@@ -36,7 +36,7 @@ def make_engine(folder: Path | None = None, **limits: Any) -> Engine:
 def flush(engine: Engine) -> None:
     assert engine.offloading is not None
     if engine.offloading.disk is not None:
-        engine.offloading.disk.flush()
+        wait_for_files(engine.offloading.disk)
 
 
 def complete(engine: Engine, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Any]:
