@@ -449,7 +449,8 @@ class AsyncEngine:
         """
 
         def check(request_id: str) -> QueueRequest:
-            return pinned_prompt_job(self._engine, name, prepare(self._engine, _as_prompt(prompt)), adapter)
+            prepared = prepare(self._engine, _as_prompt(prompt))
+            return pinned_prompt_job(self._engine, name, prepared, adapter, request_id)
 
         mailbox: Mailbox[PrefillOutput] = Mailbox()
         output = await anext(self._submit(mailbox, prompt, check))
@@ -533,14 +534,18 @@ class AsyncEngine:
         await self._call(self._wake_up)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget the cached prefixes in the KV cache between two steps; running requests keep their blocks."""
+        """Forget the cached prefixes between two steps, see :meth:`fastinfer.engine.engine.Engine.reset_prefix_cache`.
+
+        Pinned prompts are computed again beside other requests; one that fails is lost.
+        """
         await self._call(self._reset_prefix_cache)
 
     async def pause(self) -> None:
         """Stop computing after the current step, until :meth:`resume`; requests are taken and wait.
 
-        No step is running when this returns, so that the model's weights, for instance, may be changed. Timeouts end
-        requests only after :meth:`resume`.
+        No step is running when this returns, so that the model's weights, for instance, may be changed. Then
+        :meth:`reset_prefix_cache` forgets what the old ones have computed, but not of unfinished requests, and not in
+        ``kv_offloading_dir``. Timeouts end requests only after :meth:`resume`.
         """
         await self._call(self._set_paused, True)
 
@@ -639,7 +644,7 @@ class AsyncEngine:
     async def _wait_until_idle(self) -> None:
         """Resume the engine, and wait until all requests have ended; the caller has seen to it that none follow."""
         await self.resume()
-        while self._mailboxes:
+        while self._mailboxes or self._engine.has_unfinished:  # pinned prompts that are computed again have no mailbox
             await asyncio.sleep(POLL_S)
 
     async def _call(self, function: Callable[..., None], *args: Any) -> None:
@@ -681,11 +686,9 @@ class AsyncEngine:
         with self._lock:  # change both counts together, or the request would count as submitted and as waiting
             self._stats = stats
             self._num_submitted -= 1
-            del self._mailboxes[mailbox.request_id]
-            if isinstance(outcome, str):
-                mailbox.request_id = outcome
-                self._mailboxes[outcome] = mailbox
-                mailbox.is_queued = True
+            mailbox.is_queued = isinstance(outcome, str)
+            if not mailbox.is_queued:
+                del self._mailboxes[mailbox.request_id]
         if isinstance(outcome, BaseException):
             mailbox.put(outcome)
         else:
@@ -697,8 +700,9 @@ class AsyncEngine:
         self._submit_step()
 
     def _reset_prefix_cache(self) -> None:
-        self._engine.block_manager.reset_prefix_cache()
+        self._engine.reset_prefix_cache()
         self._stats = self._engine.stats()
+        self._submit_step()
 
     def _wake_up(self) -> None:
         self._engine.wake_up()
@@ -740,7 +744,8 @@ class AsyncEngine:
         with self._lock:
             # Requests that are still being prepared had no part in a failed step.
             request_ids = [request_id for request_id, mailbox in self._mailboxes.items() if mailbox.is_queued]
-        self._end(request_ids, error)
+        # Pinned prompts that are computed again are in no mailbox.
+        self._end(list(dict.fromkeys([*request_ids, *self._engine.requests.active])), error)
 
     def _end(self, request_ids: list[str], error: BaseException | None = None) -> None:
         """Abort requests; their last outputs report the error, if there is one."""

@@ -537,6 +537,22 @@ class LateTokenizer(ToyTokenizer):
         return super().encode(text)
 
 
+def test_a_pinned_prompt_takes_no_id_that_others_may_choose() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            await engine.pause()
+            pinning = asyncio.create_task(engine.pin_prompt("system", [5, 6, 7]))
+            await until(lambda: engine.stats().num_waiting)
+            stream = engine.generate([1, 2], GREEDY, request_id="request-0")
+            await stream.accepted()
+            await engine.resume()
+            assert (await read(stream))[-1].outputs[0].token_ids == greedy([1, 2], 12)
+            await pinning
+            await engine.unpin_prompt("system")
+
+    run(main())
+
+
 def test_other_requests_run_while_a_prompt_is_tokenised() -> None:
     async def main() -> None:
         async with toy_async_engine() as engine:
@@ -769,6 +785,29 @@ def test_pinned_prompts_are_there_after_sleeping() -> None:
             assert output.num_cached_tokens == 4
             assert output.outputs[0].token_ids == greedy([5, 6, 7, 8, 9, 1, 2], 12)
             await engine.unpin_prompt("system")
+
+    run(main())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_sleeps_once_pinned_prompts_are_computed_again(fails: bool) -> None:
+    async def main() -> None:
+        async with toy_async_engine(block_size=4, max_num_batched_tokens=4) as engine:
+            await engine.pin_prompt("system", [5] * 20)
+            model: Any = engine._engine.model
+            model.fail = fails
+            await engine.reset_prefix_cache()
+            await engine.sleep()
+            model.fail = False
+            await engine.wake_up()
+            prompt = {"prompt_token_ids": [1, 2], "pinned_prompt": "system"}
+            if fails:
+                with pytest.raises(RequestError, match=r"pinned prompt must be one of \[\], got 'system'"):
+                    await read(engine.generate(prompt, GREEDY))
+            else:
+                [*_, output] = await read(engine.generate(prompt, GREEDY))
+                assert output.num_cached_tokens == 20
+                await engine.unpin_prompt("system")
 
     run(main())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.kv_files import wait_for_files
 from support.tiny_folder import write_tiny_folder
 
 import fastinfer
@@ -300,7 +301,7 @@ def test_a_later_process_reads_what_was_computed(model_path: Path, tmp_path: Pat
         [output] = llm.generate({"prompt_token_ids": list(range(100, 320))}, greedy(5))
         assert llm.engine.offloading is not None
         assert llm.engine.offloading.disk is not None
-        llm.engine.offloading.disk.flush()
+        wait_for_files(llm.engine.offloading.disk)
         return output.outputs[0].token_ids, output.num_cached_tokens
 
     token_ids, num_cached_tokens = run()

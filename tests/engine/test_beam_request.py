@@ -1,14 +1,19 @@
 """Beam search against an exhaustive one written down here, and against transformers on the real model."""
 
+import json
 import math
 import random
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.tiny_folder import write_tiny_folder
 from support.toy import EOS_ID, VOCAB_SIZE, ToyModel, always_speculate, check_blocks, drain, logits_of, toy_engine
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from fastinfer import LLM
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.prefix_hash import first_key
 from fastinfer.errors import RequestError
@@ -70,6 +75,32 @@ def test_the_best_texts(width: int, penalty: float, ignore_eos: bool) -> None:
             assert completion.finish_reason == ("stop" if ended else "length")
             assert completion.text == engine.tokenizer.decode(tokens[:-1] if ended else tokens)
         assert engine.block_manager.num_used == 0
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_several_tokens_that_end_texts(width: int, tmp_path: Path) -> None:
+    """The likeliest tokens but one end the text: there are as many beams as in transformers all the same."""
+    write_tiny_folder(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    params = BeamSearchParams(width, max_tokens=9, length_penalty=2.0)
+    for prompt in ([7, 8, 9], [40, 50, 60, 70], [*range(100, 120)]):
+        ids = torch.tensor([prompt])
+        likeliest = model(ids).logits[0, -1].topk(2 * width).indices.tolist()
+        ends = [256, *likeliest[1:]]  # the first one is the tokenizer's own
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        texts = model.generate(
+            ids,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=9,
+            length_penalty=2.0,
+            do_sample=False,
+            eos_token_id=ends,
+        )
+        llm = LLM(str(tmp_path), dtype="float32", kv_cache_dtype="float32", kv_cache_memory=2**20)
+        [output] = llm.beam_search({"prompt_token_ids": prompt}, params)
+        for ours, theirs in zip(output.outputs, texts.tolist(), strict=True):
+            assert ours.token_ids == theirs[len(prompt) :][: len(ours.token_ids)]
 
 
 def test_all_beams_have_the_salt_of_their_request() -> None:

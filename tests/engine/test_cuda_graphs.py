@@ -254,6 +254,25 @@ def test_only_new_entries_of_the_block_tables_are_copied() -> None:
     assert copied(second, first) == [[none, [3, 4, 0, 0, 0], none], [none, [7, 8, 0, 0, 0], none]]
 
 
+def test_entries_that_could_not_be_copied_are_copied_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = with_twin(BatchInputs(1, 4, 5, max_blocks=2, block_size=2))
+    sequence = Sequence("request", [1, 2, 3], SamplingParams(), 0)
+    sequence.block_tables = [BlockTable([3, 4])]
+    inputs.fill([Chunk(sequence, 3)], [])
+
+    def pinned(tensor: Tensor) -> Tensor:
+        if tensor.dtype != torch.uint8:  # the block tables come after all other inputs
+            raise RuntimeError("no memory can be pinned")
+        return tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "pin_memory", pinned)
+        with pytest.raises(RuntimeError, match="no memory can be pinned"):
+            inputs.upload()
+    inputs.upload()
+    assert inputs.batch(BatchSize(1, 3, 0, False)).block_tables[0].tolist() == [[3, 4]]
+
+
 def test_a_capture_has_a_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's default stream for captures is made once per process, on the GPU that was current then."""
     streams, used = [], []

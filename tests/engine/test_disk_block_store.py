@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kv_files import damage, kv_files, restore, size_of
+from support.kv_files import damage, kv_files, restore, size_of, wait_for_files
 from torch import Tensor
 
 from fastinfer.engine import disk_block_store
@@ -41,7 +41,7 @@ def make(folder: Path, max_bytes: int = 10**6, model: int = 1) -> DiskBlockStore
 def fill(store: DiskBlockStore, count: int) -> None:
     for number in range(count):
         store.put(content(number), HostCopy([payload(number)]))
-        store.flush()
+        wait_for_files(store)
 
 
 def check(store: DiskBlockStore, number: int) -> bool:
@@ -139,7 +139,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     assert store.touch(content(0))
     for number in range(8, 30):
         store.put(content(number), HostCopy([payload(number)]))
-        store.flush()
+        wait_for_files(store)
         assert size_of(tmp_path) <= 10 * file_size + 5
         if number == 14:
             assert [check(store, n) for n in range(8)] == [True, *[False] * 5, True, True]
@@ -151,7 +151,7 @@ def test_stores_of_several_models_share_the_limit(tmp_path: Path) -> None:
     for number in range(60):
         for store in (one, two):
             store.put(content(number), HostCopy([payload(number)]))
-            store.flush()
+            wait_for_files(store)
         # Each store scans the folder after it has written a 16th of the limit, or a file if that is larger.
         assert size_of(tmp_path) <= 4000 + 309
     assert check(two, 59)
@@ -237,7 +237,7 @@ def test_a_queue_that_is_full_drops_blocks(tmp_path: Path, monkeypatch: pytest.M
         store.put(content(number), Slow([payload(number)]))
         assert store.touch(content(number)) == (number < 3)
     may_end.set()
-    store.flush()
+    wait_for_files(store)
     assert store.num_dropped == 2
     assert [check(store, number) for number in range(5)] == [True] * 3 + [False] * 2
 
@@ -257,7 +257,7 @@ def test_a_block_that_waits_to_be_written_is_found(tmp_path: Path, monkeypatch: 
     assert check(store, 0)
     assert store.get(BlockContent(content(0).key, content(1).tokens), BLOCK_BYTES) is None
     may_end.set()
-    store.flush()
+    wait_for_files(store)
     assert not store.touch(content(0))
     assert not check(store, 0)
     assert (store.num_loaded, store.num_failed) == (1, 1)
@@ -270,7 +270,7 @@ def test_a_forked_process_writes_too(tmp_path: Path) -> None:
     if not child:
         try:
             store.put(content(1), HostCopy([payload(1)]))
-            store.flush()
+            wait_for_files(store)
             os._exit(0 if check(store, 1) else 1)
         finally:
             os._exit(2)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.faults import Fault, Interrupt, Tracer
-from support.kv_files import GIB
+from support.kv_files import GIB, wait_for_files
 from support.stages import chunks_in_flight, has_stages, use_stages
 from support.state_toy import StateRoleToy, StateToy
 from support.toy import (
@@ -44,7 +44,7 @@ from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 ACTIONS = ["add", "add", "add", "embed", "module", "unpin", "step", "step", "step", "step", "step", "abort", "clock"]
-ACTIONS += ["turn", "fault", "fault at a line", "sleep"]
+ACTIONS += ["turn", "fault", "fault at a line", "sleep", "reset"]
 CUT_SHORT = {"abort", "timeout", "error"}
 # Lines of the engine that a step runs through, by order of magnitude.
 MAX_LINES = 600
@@ -290,6 +290,9 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
             engine.sleep(1)
             engine.wake_up()
             check_blocks(engine)
+        elif action == "reset":
+            engine.reset_prefix_cache()
+            check_blocks(engine)
         elif action == "step":
             step(engine, take)
     while engine.has_unfinished:
@@ -337,7 +340,7 @@ def step(engine: Engine, take: Callable[[Any], None]) -> None:
 def flush(engine: Engine) -> None:
     """Wait for the blocks that are being written to disk."""
     if engine.offloading is not None and engine.offloading.disk is not None:
-        engine.offloading.disk.flush()
+        wait_for_files(engine.offloading.disk)
 
 
 def reached(engine: Engine) -> dict[Sequence, tuple[int, int]]:

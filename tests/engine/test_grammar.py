@@ -5,8 +5,6 @@ import random
 import re
 import sys
 import threading
-import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -551,19 +549,6 @@ def test_submit_does_not_wait(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
     assert aborted.cancelled()
 
 
-def test_close_cancels_what_waits(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-    monkeypatch.setattr(grammar_module, "_compile", lambda *_: release.wait(60) and FakeGrammar())
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
-    futures: list[Future[Grammar]] = [compiler.submit(StructuredOutputsParams(regex=f"a{i}")) for i in range(4)]
-    while not futures[0].running() and sum(f._state == "RUNNING" for f in compiler._compiled.values()) < 2:
-        time.sleep(0.01)
-    compiler.close()
-    assert [future.cancelled() for future in futures] == [False, False, True, True]
-    release.set()
-    assert isinstance(futures[0].result(timeout=60), FakeGrammar)
-
-
 def test_a_grammar_too_complex_to_follow(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that takes too long ends its own request, and other grammars go on."""
     grammar = compiled(compiler, regex="[ab]*")
@@ -629,4 +614,3 @@ def test_short_and_long_constraints_do_not_wait_for_each_other(
         assert not any(other.done() for other in others)
     finally:
         may_compile.set()
-        compiler.close()

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.kv_files import GIB, damage, kv_files, restore, size_of
+from support.kv_files import GIB, damage, kv_files, restore, size_of, wait_for_files
 from support.peft_adapter import write_adapter
+from support.stages import use_stages
 from support.tiny_decoder import CONFIG, make_decoder
 from support.toy import VOCAB_SIZE, Forgetful, ToyModel, ToyTokenizer, always_speculate, check_blocks, drain, toy_engine
 from support.toy_grammar import Letters, constrained
@@ -35,7 +36,7 @@ def make_engine(folder: Path | None = None, **limits: Any) -> Engine:
 def flush(engine: Engine) -> None:
     assert engine.offloading is not None
     if engine.offloading.disk is not None:
-        engine.offloading.disk.flush()
+        wait_for_files(engine.offloading.disk)
 
 
 def complete(engine: Engine, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Any]:
@@ -65,6 +66,30 @@ def test_a_later_engine_computes_the_last_tokens_only(
     assert stats.num_prompt_tokens == sum(map(len, PROMPTS)) - 4 * NUM_PROMPT_BLOCKS
     assert (stats.num_damaged_kv_files, stats.num_failed_kv_files, stats.num_dropped_kv_blocks) == (0, 0, 0)
     assert stats.num_loaded_host_blocks == 0
+
+
+def test_a_reset_of_the_prefix_cache_empties_host_memory_and_leaves_the_files(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, num_kv_blocks=14, max_model_len=40, kv_offloading_size=2**20 / GIB)
+    assert engine.offloading is not None
+    assert engine.offloading.host is not None
+    for prompt in PROMPTS[:4]:
+        complete(engine, [prompt])
+    assert len(engine.offloading.host) > 0
+    flush(engine)
+    num_files = len(kv_files(tmp_path))
+    engine.reset_prefix_cache()
+    assert (len(engine.offloading.host), engine.stats().num_cached_blocks) == (0, 0)
+    check_blocks(engine)
+    assert len(kv_files(tmp_path)) == num_files > 0
+
+
+def test_stages_store_the_blocks_of_their_last_step(tmp_path: Path) -> None:
+    engine = use_stages(make_engine(tmp_path), 3)
+    engine.add_request([1, 2, 3], PARAMS)  # its last step fills the second block
+    drain(engine)
+    check_blocks(engine)
+    flush(engine)
+    assert len(kv_files(tmp_path)) == 2
 
 
 def test_a_later_process_finds_the_blocks(tmp_path: Path) -> None:

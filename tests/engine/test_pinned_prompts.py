@@ -69,6 +69,28 @@ def test_a_pinned_prompt_that_is_computed_together_with_the_same_text(still_runs
     assert output.outputs[0].token_ids == greedy([*MODULE, 50], 8)
 
 
+@pytest.mark.parametrize("removed", ["first", "second"])
+def test_pinned_prompts_that_begin_alike_and_are_computed_together(removed: str) -> None:
+    """As all are after a sleep: they share the blocks, which stay until both are removed."""
+    engine = toy_engine(block_size=4, num_kv_blocks=26, max_model_len=40)
+    ends = {"first": [30, 31, 32, 33], "second": [40, 41, 42, 43]}
+    for name, end in ends.items():
+        engine.pin_prompt(name, [*MODULE[:20], *end])
+    drain(engine)
+    check_blocks(engine)
+    assert engine.stats().num_used_blocks == 7
+    engine.unpin_prompt(removed)
+    [kept] = ends.keys() - {removed}
+    for index in range(6):
+        engine.add_request([index] * 30, GREEDY)
+    drain(engine)
+    check_blocks(engine)
+    request_id = engine.add_request([*engine.pinned_prompt(kept).token_ids, 50], GREEDY)
+    output = drain(engine)[request_id]
+    assert output.num_cached_tokens == 24
+    assert output.outputs[0].token_ids == greedy([*MODULE[:20], *ends[kept], 50], 8)
+
+
 @pytest.mark.parametrize("how", ["abort", "remove"])
 def test_a_pinned_prompt_that_is_not_computed_yet(how: str) -> None:
     engine = toy_engine(block_size=4, max_num_batched_tokens=8)
@@ -88,6 +110,25 @@ def test_a_pinned_prompt_that_is_not_computed_yet(how: str) -> None:
         engine.pinned_prompt("system")
 
 
+def test_removal_leaves_the_requests_that_have_its_id_by_now() -> None:
+    engine = toy_engine(block_size=4)
+    engine.pin_prompt("system", MODULE, request_id="a")
+    drain(engine)
+    engine.add_request([40, 41], GREEDY, request_id="a")
+    engine.step()
+    engine.unpin_prompt("system")
+    assert drain(engine)["a"].outputs[0].token_ids == greedy([40, 41], 8)
+    check_blocks(engine)
+
+
+def test_a_generated_id_is_not_that_of_an_output_that_waits() -> None:
+    engine = toy_engine(block_size=4, max_num_batched_tokens=8)
+    engine.pin_prompt("system", MODULE, request_id="request-0")
+    engine.unpin_prompt("system")
+    assert engine.add_request([40, 41], GREEDY) == "request-1"
+    assert drain(engine)["request-0"].finish_reason == "abort"
+
+
 def test_a_pinned_prompt_is_found_under_its_salt_alone() -> None:
     engine = toy_engine(block_size=4)
     engine.pin_prompt("system", MODULE, cache_salt="tenant")
@@ -95,6 +136,46 @@ def test_a_pinned_prompt_is_found_under_its_salt_alone() -> None:
     for salt, num_cached_tokens in (("tenant", 20), ("", 0), ("other", 0)):
         request_id = engine.add_request([*MODULE, 40], GREEDY, cache_salt=salt)
         assert drain(engine)[request_id].num_cached_tokens == num_cached_tokens
+    check_blocks(engine)
+
+
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_a_reset_of_the_prefix_cache_computes_pinned_prompts_again(is_computed: bool) -> None:
+    engine = toy_engine(block_size=4, num_kv_blocks=20, max_model_len=40, max_num_batched_tokens=8)
+    first = engine.pin_prompt("system", MODULE)
+    if is_computed:
+        drain(engine)
+    else:
+        engine.step()
+    beside = engine.add_request([40, 41, 42, 43, 44], GREEDY)
+    engine.step()
+    engine.reset_prefix_cache()
+    outputs = drain(engine)
+    assert outputs[beside].outputs[0].token_ids == greedy([40, 41, 42, 43, 44], 8)
+    assert engine.stats().num_prompt_tokens == 5 + len(MODULE) * (1 + is_computed)
+    assert is_computed or outputs[first].finish_reason == "stop"
+    assert engine.stats().num_used_blocks == 6
+    check_blocks(engine)
+    for index in range(6):
+        engine.add_request([index] * 30, GREEDY)
+    drain(engine)
+    request_id = engine.add_request([*MODULE, 50], GREEDY)
+    output = drain(engine)[request_id]
+    assert output.num_cached_tokens == 20
+    assert output.outputs[0].token_ids == greedy([*MODULE, 50], 8)
+    engine.unpin_prompt("system")
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_a_reset_of_a_sleeping_engine_leaves_its_pinned_prompts_to_wake_up() -> None:
+    engine = toy_engine(block_size=4)
+    engine.pin_prompt("system", MODULE)
+    drain(engine)
+    engine.sleep()
+    engine.reset_prefix_cache()
+    assert not engine.has_unfinished
+    engine.wake_up()
+    assert engine.stats().num_used_blocks == 6
     check_blocks(engine)
 
 

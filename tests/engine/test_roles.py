@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kv_files import GIB
+from support.kv_files import GIB, wait_for_files
 from support.tiny_decoder import make_batch, make_cache, make_decoder
 from support.toy import (
     NUM_LAYERS,
@@ -199,7 +199,7 @@ def test_stores_beyond_the_cache_know_roles(store: str, tmp_path: Path) -> None:
         if store == "disk":
             assert engine.offloading is not None
             assert engine.offloading.disk is not None
-            engine.offloading.disk.flush()
+            wait_for_files(engine.offloading.disk)
             engine = role_engine(**options)
 
 

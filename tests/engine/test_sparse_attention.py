@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import mixed_decoder
+from support.kv_files import wait_for_files
 from support.random_checkpoint import RandomCheckpoint, int4
 from support.toy import ToyTokenizer
 from support.ways import PARAMS, answers, preempted, twice, with_drafts
@@ -101,7 +102,7 @@ def test_bounds_are_kept_beyond_the_cache(decoder: Decoder, tmp_path: Path) -> N
         assert answers(engine) == expected
         assert engine.offloading is not None
         assert engine.offloading.disk is not None
-        engine.offloading.disk.flush()
+        wait_for_files(engine.offloading.disk)
     assert engine.stats().num_loaded_disk_blocks > 20
 
 

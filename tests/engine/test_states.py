@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_cuda_graph import PaddedToy, use_fakes, use_graphs
-from support.kv_files import kv_files
+from support.kv_files import kv_files, wait_for_files
 from support.state_toy import StateToy
 from support.toy import VOCAB_SIZE, ToyModel, always_speculate, check_blocks, drain, greedy, prompts, toy_engine
 from torch import Tensor
@@ -303,7 +303,7 @@ def test_snapshots_return_from_the_stores(
     if store == "disk":
         assert engine.offloading is not None
         assert engine.offloading.disk is not None
-        engine.offloading.disk.flush()
+        wait_for_files(engine.offloading.disk)
         engine = state_engine(monkeypatch, 2, max_num_seqs=1, **limits)
     for text in texts:
         before = engine.stats().num_prompt_tokens
@@ -336,7 +336,7 @@ def test_what_the_store_has_lost_is_computed_again(
     complete(engine, STEM)
     assert engine.offloading is not None
     assert engine.offloading.disk is not None
-    engine.offloading.disk.flush()
+    wait_for_files(engine.offloading.disk)
     sizes = {file: file.stat().st_size for file in kv_files(tmp_path)}
     block_size = min(sizes.values())
     lost = [file for file, size in sizes.items() if (size == block_size) == (missing == "block")]
@@ -347,7 +347,7 @@ def test_what_the_store_has_lost_is_computed_again(
         complete(engine, STEM)
         computed = engine.stats().num_prompt_tokens
         assert computed in (len(STEM) - 16, len(STEM) - 8, len(STEM))
-        engine.offloading.disk.flush()
+        wait_for_files(engine.offloading.disk)
         file.write_bytes(content)
     engine = state_engine(monkeypatch, 8, kv_offloading_dir=tmp_path)
     for file in lost:

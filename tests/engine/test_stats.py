@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 from support.toy import ToyModel, always_speculate, drain, greedy, toy_engine
+from support.toy_grammar import Letters, constrained
 
-from fastinfer import SamplingParams
+from fastinfer import BeamSearchParams, SamplingParams
 from fastinfer.engine.stats import StepStats, StepWork
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -57,6 +58,29 @@ def test_cached_prompts_and_drafts() -> None:
     drafts = engine.stats().num_drafted_tokens
     assert drafts > 0
     assert max(step.num_tokens for step in steps[1:]) > 1
+
+
+def test_tokens_that_a_grammar_forces_are_generated() -> None:
+    engine = toy_engine()
+    request_id = constrained(engine, [8, 9], GREEDY, Letters("abc", 10))
+    assert len(drain(engine)[request_id].outputs[0].token_ids) == engine.stats().num_generated_tokens == 10
+
+
+def test_accepted_drafts_behind_the_end_of_a_text_are_not_generated() -> None:
+    model, text = ToyModel(), greedy([5, 6, 7], 12, stop_at_eos=False)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=[text[6]])
+    engine = always_speculate(toy_engine(model, model, num_speculative_tokens=7))
+    request_id = engine.add_request([5, 6, 7], params)
+    assert drain(engine)[request_id].outputs[0].token_ids == text[:7]
+    assert engine.stats().num_accepted_tokens == 7  # the second of two steps has two of them behind the end
+    assert engine.stats().num_generated_tokens == 7
+
+
+def test_each_beam_gets_a_token_in_each_round() -> None:
+    engine = toy_engine(block_size=4)
+    engine.add_beam_request([5, 6, 7], BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True))
+    drain(engine)
+    assert engine.stats().num_generated_tokens == 3 * 4
 
 
 def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:

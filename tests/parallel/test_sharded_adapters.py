@@ -1,5 +1,6 @@
 """Adapters of models that are divided among ranks: bit for bit the updates of a whole model."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,3 +79,31 @@ def test_updates_are_bitwise_those_of_one_rank(family: str, size: int, tmp_path:
 
     for got in in_ranks(size, run):
         assert torch.equal(got, expected)
+
+
+def test_interrupted_load_leaves_no_matrices_to_the_next_one(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama-biases")
+    group = Group.create(1)
+    slots = load_shard(open_checkpoint(tmp_path), "auto", None, group, SIZES).adapters
+    assert isinstance(slots, ShardedAdapterSlots)
+    sent: list[list[int]] = []
+
+    def interrupted(words: list[int]) -> None:
+        if len(sent) == 2:
+            signal.raise_signal(signal.SIGINT)
+        sent.append(words)
+
+    slots.send = interrupted
+    first, second = (adapter_of_all_modules(slots._whole, rank) for rank in (2, 4))
+    with pytest.raises(KeyboardInterrupt):
+        slots.load(0, first)
+    slots.send = sent.append
+    slots.load(0, second)
+    for words in sent:
+        slots.follow(words[1:])
+    expected = AdapterSlots(slots._division.config, *SIZES)
+    expected.load(0, adapter_of_all_modules(expected, 4))
+    for ours, theirs in zip(slots.layers, expected.layers, strict=True):
+        for name, module in theirs.items():
+            assert torch.equal(ours[name].a[0], module.a[0])
+            assert torch.equal(ours[name].b[0], module.b[0])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.kv_files import wait_for_files
 from support.peft_adapter import MODULES, write_adapter
 from support.tiny_folder import write_tiny_folder
 
@@ -144,7 +145,7 @@ def test_blocks_beyond_the_cache(folder: Path, tmp_path: Path, places: dict[str,
         for prompt in texts_again:
             ours, theirs = (llm.generate(prompt, params)[0].outputs[0].token_ids for llm in (parts, whole))
             assert ours == theirs
-        parts.engine.offloading.disk.flush()
+        wait_for_files(parts.engine.offloading.disk)
     stats = parts.engine.stats()
     assert stats.num_loaded_host_blocks > 0
     assert stats.num_loaded_disk_blocks > 0
@@ -181,7 +182,7 @@ def test_states_beyond_the_cache(
             for prompt, output in list(zip(prompts, expected, strict=True))[::order]:
                 ours = parts.generate(prompt, params)[0].outputs[0]
                 assert (ours.token_ids, ours.logprobs) == (output.token_ids, output.logprobs)
-            parts.engine.offloading.disk.flush()
+            wait_for_files(parts.engine.offloading.disk)
         stats = parts.engine.stats()
         # Of 61 tokens the last 5 are computed again.
         num_computed = [61 * 6 + 5 * 6, 5 * 12][again]

@@ -5,6 +5,8 @@ import random
 import shutil
 from pathlib import Path
 
+from fastinfer.engine.disk_block_store import DiskBlockStore
+
 GIB = 2**30
 KINDS = ["flip", "flip", "flip", "cut", "extend", "zeros", "hole", "random", "swap", "foreign", "header", "empty"]
 KINDS += ["folder", "pipe", "dangling link", "link to itself", "link to another", "gone"]
@@ -17,6 +19,11 @@ def kv_files(folder: Path) -> list[Path]:
 
 def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in kv_files(folder))
+
+
+def wait_for_files(store: DiskBlockStore) -> None:
+    """Wait until all queued blocks are written: one thread writes them in their order."""
+    store._writer.submit(int).result()
 
 
 def restore(contents: dict[Path, bytes]) -> None:

@@ -78,7 +78,7 @@ def use_stages(engine: Engine, num_stages: int) -> Engine:
         sampler=engine.sampler,
         scheduler=engine.scheduler,
         block_manager=engine.block_manager,
-        offloading=None,
+        offloading=engine.offloading,
         requests=engine.requests,
     )
     return engine

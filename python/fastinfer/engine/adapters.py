@@ -75,11 +75,6 @@ class Adapters:
         """Names of the registered adapters, sorted."""
         return sorted(self._registered)
 
-    @property
-    def names_in_slots(self) -> list[str]:
-        """Names of the adapters that are in a slot, sorted."""
-        return sorted(self._by_key[key].name for key in self._in_slot)
-
     def register(self, name: str, path: str | Path) -> None:
         """Register an adapter, which is read when a request needs it.
 

@@ -306,10 +306,10 @@ class BatchInputs:
         )
         if self._changed:
             places = np.concatenate([np.arange(part.start, part.stop) for part in self._changed])
-            self._changed.clear()
             packed = torch.from_numpy(np.stack([places, self._block_tables.reshape(-1)[places]])).pin_memory()
             index, blocks = packed.to(self._memory.device, non_blocking=True)
             self._memory[self._table_start :].view(torch.int32)[index] = blocks.int()
+            self._changed.clear()  # last: after an error the next upload copies them
         self._keep_drawn()
 
     def take_changes(self) -> list[int]:

@@ -9,7 +9,7 @@ from fastinfer.engine.sampled_token import TokenLogprob
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fastinfer.sampling_params import BeamSearchParams, SamplingParams
+from fastinfer.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
@@ -82,7 +82,10 @@ class BeamRequest(Request):
         tokenizer: Tokenizer,
         max_model_len: int,
     ) -> None:
-        greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=2 * params.beam_width)
+        self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
+        # Of the likeliest tokens of a beam, some may end the text; as many others as there are beams may go on.
+        num_logprobs = min(params.beam_width + len(self._eos_ids), MAX_LOGPROBS)
+        greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=num_logprobs)
         max_length = min(max_model_len, len(prompt_token_ids) + params.max_tokens)
         first = Sequence(request_id, prompt_token_ids, greedy, 0, max_length=max_length, **options)
         first.may_speculate = False
@@ -91,11 +94,11 @@ class BeamRequest(Request):
         self.sequences = [first, *first.siblings]
         self.finish_time: float | None = None
         self._num_cached_tokens: int | None = None
+        self._num_generated_tokens = 0
         self._params = params
         self._prompt = prompt
         self._prompt_token_ids = list(prompt_token_ids)
         self._tokenizer = tokenizer
-        self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
         self._logprobs = {sequence: 0.0 if sequence is first else -float("inf") for sequence in self.sequences}
         self._next: dict[Sequence, list[TokenLogprob]] = {}
         self._ended: list[_Hypothesis] = []
@@ -106,6 +109,11 @@ class BeamRequest(Request):
     def unfinished(self) -> list[Sequence]:
         return self.sequences if self.finish_time is None else []
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """One for each beam and round, also those of beams that were given up."""
+        return self._num_generated_tokens
+
     def update(self, step: SequenceStep) -> None:
         """Record a beam's likeliest next tokens; the beam then waits for the other beams."""
         if self._num_cached_tokens is None:
@@ -114,6 +122,7 @@ class BeamRequest(Request):
             logprobs = step.tokens[0].logprobs
             assert logprobs is not None
             self._next[step.sequence] = logprobs
+            self._num_generated_tokens += 1
             self._first_token_time = self._first_token_time or time.perf_counter()
 
     def end_step(self, scheduler: Scheduler) -> None:
@@ -129,7 +138,7 @@ class BeamRequest(Request):
                 if self._logprobs[parent] + entry.logprob > -float("inf")  # neither a copy nor an impossible token
             ),
             key=lambda candidate: -candidate.logprob,
-        )[: 2 * width]
+        )
         chosen = []
         for rank, candidate in enumerate(candidates):
             if candidate.token_id not in self._eos_ids:

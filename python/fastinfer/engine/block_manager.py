@@ -313,11 +313,20 @@ class BlockManager:
         if self.states is not None:
             self.states.publish(sequence, partial(self._content, sequence))
 
-    def prefer_blocks_of(self, sequence: Sequence) -> None:
-        """Make the prefix cache refer to this sequence's full blocks instead of other blocks with the same content."""
+    def pin(self, sequence: Sequence) -> None:
+        """Let a sequence that has ended hold the full blocks that the prefix cache finds for it, instead of copies."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            blocks = list(table.blocks)
             for index in range(table.num_dropped, sequence.num_cached_blocks):
-                pool.replace(table.blocks[index], self._content(sequence, index))
+                content, own = self._content(sequence, index), blocks[index]
+                found = pool.find(content)
+                if found is None:
+                    pool.publish(own, content)
+                elif found != own:
+                    pool.add_holder(found)
+                    pool.remove_holder(own)
+                    blocks[index] = found
+            table.blocks = blocks
         if self.states is not None:  # for the same prompt, and for others that begin with all of its full blocks
             last = {(len(sequence) - 1) // self.block_size, len(sequence) // self.block_size} - {0}
             self.states.pin(sequence, [self._content(sequence, count - 1) for count in last])

@@ -120,21 +120,6 @@ class BlockPool:
             self._contents[block] = content
             self.num_published += 1
 
-    def replace(self, block: int, content: BlockContent) -> None:
-        """Let later sequences find this used block instead of another one with the same content."""
-        other = self._by_key.get(content.key)
-        if other == block:
-            return
-        if other is not None:
-            del self._by_key[content.key]
-            self._contents[other] = None
-            if other in self._cached:
-                del self._cached[other]
-                self._free.append(other)
-        self._by_key[content.key] = block
-        self._contents[block] = content
-        self.num_published += 1
-
     def evict(self, block: int) -> None:
         """Remove a block from the prefix cache as :meth:`forget` does, after ``on_eviction`` was called with it."""
         content = self._contents[block]

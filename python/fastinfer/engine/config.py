@@ -113,8 +113,8 @@ class EngineConfig:
             processes exchange half as often and add parts of sums, so that results differ by rounding, but are the same
             in every run and in every batch; without LoRA adapters.
         pipeline_parallel_size: number of stages, processes that compute the model together, each some of its layers;
-            with ``tensor_parallel_size`` as many processes for each stage. On a CPU alone, without stores of blocks
-            beyond the KV cache and without ``async_scheduling``.
+            with ``tensor_parallel_size`` as many processes for each stage. On a CPU alone, without
+            ``async_scheduling``.
     """
 
     max_model_len: int | None = None

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,6 @@ class _Queued(NamedTuple):
 
     content: BlockContent
     data: HostCopy
-    future: Future[None]
 
 
 class _File(NamedTuple):
@@ -78,7 +77,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 class DiskBlockStore(BlockStore):
-    """Blocks in files, and those that wait to be written.
+    """Blocks in files, and those that wait to be written, for which a process waits at its end.
 
     Nothing that happens to the files is an error: a block that cannot be read is a miss.
 
@@ -119,10 +118,6 @@ class DiskBlockStore(BlockStore):
         self._queue_lock = threading.Lock()  # blocks leave the queue in the writer's thread
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fastinfer-kv-writer")
 
-    def flush(self) -> None:
-        """Wait until all queued blocks are written. At its end, a process waits for them by itself."""
-        wait([queued.future for queued in list(self._queued.values())])
-
     def touch(self, content: BlockContent) -> bool:
         if content.key in self._queued:
             return True
@@ -139,8 +134,8 @@ class DiskBlockStore(BlockStore):
                 self.num_dropped += 1
                 return
             self._queued_bytes += num_bytes
-            future = self._writer.submit(self._write_queued, content, data)
-            self._queued[content.key] = _Queued(content, data, future)
+            self._writer.submit(self._write_queued, content, data)
+            self._queued[content.key] = _Queued(content, data)
 
     def get(self, content: BlockContent, num_bytes: int) -> Tensor | None:
         queued = self._queued.get(content.key)

@@ -60,6 +60,7 @@ from fastinfer.parallel.stage import Stage
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.forks import renew_in_children
+from fastinfer.utils.interrupts import deferred_interrupts
 
 LOG = logging.getLogger("fastinfer")
 
@@ -438,7 +439,8 @@ class Engine:
             RequestError: there is no pinned prompt of this name.
         """
         sequence = self.pinned_prompts.get(name).sequence
-        if (output := self.abort(sequence.request_id)) is not None:
+        is_computed = sequence.state is SequenceState.FINISHED  # from then on another request may have its id
+        if not is_computed and (output := self.abort(sequence.request_id)) is not None:
             self.requests.deliver_later(output)  # a caller may be waiting for this output
         self.pinned_prompts.forget([sequence])
         self.block_manager.free(sequence)
@@ -591,12 +593,7 @@ class Engine:
             self._sleep_mode.wake_up()
         if is_reloaded:  # from files that may have changed
             self.fingerprint = secrets.token_hex(32)
-        names = {}
-        for name, pinned in self.pinned_prompts.remove_all().items():
-            request = PrefillRequest(self.requests.new_id(), pinned.token_ids, pinned.options)
-            self.pinned_prompts.add(name, PinnedPrompt(request.sequences[0], pinned.options))
-            names[self.requests.add(request)] = name
-        lost = {}
+        names, lost = self._pin_again(), {}
         try:
             while self.has_unfinished:
                 for output in self.step():
@@ -608,6 +605,21 @@ class Engine:
             raise
         if lost:
             raise RuntimeError(f"pinned prompts could not be computed again and are lost: {lost}")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached prefixes in the KV cache and in host memory.
+
+        Unfinished requests keep what is computed of them. The next steps compute the pinned prompts again, those of a
+        sleeping engine when it wakes up. The files in ``kv_offloading_dir`` stay: they outlive the engine.
+        """
+        if not self.is_sleeping:
+            self._pin_again()
+        self.block_manager.reset_prefix_cache()
+        if self.offloading is not None:
+            with self._context():
+                self.offloading.save()  # or else what is noted for host memory would get there later
+            if self.offloading.host is not None:
+                self.offloading.host.clear()
 
     @property
     def lost_ranks(self) -> str:
@@ -680,6 +692,18 @@ class Engine:
         if stats is not None:
             self._totals.add(stats)
             self._report(stats)
+
+    def _pin_again(self) -> dict[str, str]:
+        """Free the blocks of the pinned prompts that are computed, and queue these anew; return names by request id."""
+        names = {}
+        with deferred_interrupts():  # or blocks could belong to nobody, and a prompt could have none
+            for name, pinned in self.pinned_prompts.computed.items():
+                # Not a generated id, which a user of AsyncEngine may have chosen for a request that is not queued yet.
+                request = PrefillRequest(secrets.token_hex(8), pinned.token_ids, pinned.options)
+                self.pinned_prompts.replace(name, PinnedPrompt(request.sequences[0], pinned.options))
+                self.block_manager.free(pinned.sequence)
+                names[self.requests.add(request)] = name
+        return names
 
     def _load_with_head(self, load_models: LoadModels) -> list[Model]:
         """Load the model and its draft head again, and connect them as they were."""

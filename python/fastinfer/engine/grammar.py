@@ -238,16 +238,8 @@ class GrammarCompiler:
         compiled.add_done_callback(lambda done: self._resolve(params, done, grammar))
         return grammar
 
-    def close(self) -> None:
-        """Drop all grammars, cancel queued compilations and let the threads end."""
-        for workers in (self._short_workers, self._long_workers):
-            workers.shutdown(wait=False, cancel_futures=True)
-        self._compiled.clear()
-
     def _resolve(self, params: StructuredOutputsParams, done: "Future[Grammar]", grammar: "Future[Grammar]") -> None:
         """Resolve a caller's future with a copy of the compiled grammar, or with its error."""
-        if done.cancelled():
-            grammar.cancel()
         if not grammar.set_running_or_notify_cancel():
             return
         if (error := done.exception()) is None:

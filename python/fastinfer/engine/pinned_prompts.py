@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.prompt_layout import PromptLayout
-from fastinfer.engine.sequence import Sequence, SequenceOptions
+from fastinfer.engine.sequence import Sequence, SequenceOptions, SequenceState
 from fastinfer.errors import RequestError
 from fastinfer.utils.checks import check_text
 
@@ -91,10 +91,16 @@ class PinnedPrompts:
             raise RequestError(f"pinned prompt must be one of {sorted(self._prompts)}, got {name!r}")
         return self._prompts[name]
 
-    def remove_all(self) -> dict[str, PinnedPrompt]:
-        """Remove all prompts and return them by name; the caller frees the blocks."""
-        prompts, self._prompts = self._prompts, {}
-        return prompts
+    def replace(self, name: str, prompt: PinnedPrompt) -> None:
+        """Replace a prompt by one with the same tokens that is not computed yet; the caller frees the old blocks."""
+        self._prompts[name] = prompt
+
+    @property
+    def computed(self) -> dict[str, PinnedPrompt]:
+        """The prompts that are computed, by name, as a new dictionary."""
+        return {
+            name: prompt for name, prompt in self._prompts.items() if prompt.sequence.state is SequenceState.FINISHED
+        }
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -59,7 +59,10 @@ class PipelinedStep(Step):
                 self._stages.report(chunks, result)
                 if any(map(is_wanted, chunks)):
                     draw = self._sampler.launch(result, rows)
-                    return self._collect(Launched(chunks, result, draw, start, start_compute))
+                    stats = self._collect(Launched(chunks, result, draw, start, start_compute))
+                    if not self._in_flight:  # or else the next launch stores blocks before it needs their room
+                        self._save_blocks()
+                    return stats
         except BaseException:
             self._in_flight.clear()
             self._requests.repair()

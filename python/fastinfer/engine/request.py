@@ -52,6 +52,11 @@ class Request(ABC):
     def unfinished(self) -> list[Sequence]:
         """The sequences that are still being computed; empty once the request has ended."""
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """Number of tokens that the request's sequences have got since its start."""
+        return sum(sequence.num_output_tokens for sequence in self.sequences)
+
     @abstractmethod
     def update(self, step: SequenceStep) -> None:
         """Process the result of a step for one of the request's sequences."""

@@ -93,9 +93,9 @@ class RequestTable:
         """
         if request_id is None:
             numbered = (f"request-{number}" for number in self._numbers)
-            return next(name for name in numbered if name not in self.active)  # users may have chosen such ids
+            return next(name for name in numbered if not self._is_used(name))  # users may have chosen such ids
         check_text("request_id", request_id)
-        if request_id in self.active or request_id in self._undelivered:
+        if self._is_used(request_id):
             raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
         return request_id
 
@@ -229,15 +229,14 @@ class RequestTable:
         """Keep a request's output for later, and remove its sequences that have ended, and itself at its end."""
         try:
             output = request.output()
-            unfinished = request.unfinished
+            unfinished = set(request.unfinished)
         except Exception as error:
-            output, unfinished = request.failure(describe_error(error)), []
+            output, unfinished = request.failure(describe_error(error)), set()
         for sequence in request.sequences:
             if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
                 is_pinned = self._pinned_prompts.holds(sequence)
                 if is_pinned:
-                    # Other blocks with this content may be reused at any time; these stay.
-                    self._block_manager.prefer_blocks_of(sequence)
+                    self._block_manager.pin(sequence)  # or what is found could be evicted
                 self._scheduler.finish(sequence, keep_blocks=is_pinned)
         if output is not None:
             self.deliver_later(output)
@@ -260,6 +259,10 @@ class RequestTable:
         """Number of tokens of the sequences and requests that :attr:`num_waiting` counts."""
         not_queued = self.awaiting_grammar.num_tokens + self.awaiting_adapter.num_tokens
         return self._scheduler.num_waiting_tokens + not_queued
+
+    def _is_used(self, request_id: str) -> bool:
+        """Return whether a request has this id, or an output of one that has ended."""
+        return request_id in self.active or request_id in self._undelivered
 
     def _queue(self, request: Request) -> None:
         """Queue a request, once its adapter is in a slot if it has one."""

@@ -54,7 +54,7 @@ class StepStats:
         start_time: time at which the step began, in seconds of ``time.perf_counter``.
         seconds: time that the step took.
         work: what was computed.
-        num_generated_tokens: tokens that were drawn and kept.
+        num_generated_tokens: tokens that texts and beams have got, those that a grammar has forced included.
     """
 
     start_time: float

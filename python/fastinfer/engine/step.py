@@ -264,17 +264,14 @@ class Step:
         Returns:
             The number of its new tokens.
         """
-        has_news, num_generated = False, 0
+        has_news, before = False, request.num_generated_tokens
         for chunk, tokens in parts:
             has_news |= chunk.is_last
-            steps = self._advance(chunk, tokens)
-            for step in steps:
-                num_generated += len(step.tokens)
-            self._update_sequences(request, steps, chunk, result.hidden)
+            self._update_sequences(request, self._advance(chunk, tokens), chunk, result.hidden)
         request.end_step(self._scheduler)
         if has_news or not request.unfinished:
             self._requests.report(request)
-        return num_generated
+        return request.num_generated_tokens - before
 
     def _advance(self, chunk: Chunk, tokens: list[SampledToken]) -> list[SequenceStep]:
         """Mark a chunk's accepted drafts as computed, and fork the siblings once the prompt is complete.

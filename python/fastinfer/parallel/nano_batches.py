@@ -4,7 +4,7 @@ Weights are read once for each half. So halves pay only where a step has so many
 than reading weights, and exchanges take a large part of the time: prompts on GPUs with slow links. CPUs exchange by the
 threads that compute, so that nothing is hidden there. Source: NanoFlow, https://arxiv.org/abs/2408.12757.
 
-No engine computes its steps as halves yet: models are not divided among GPUs.
+No engine computes its steps as halves yet.
 """
 
 from collections.abc import Sequence

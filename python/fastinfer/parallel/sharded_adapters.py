@@ -15,6 +15,7 @@ from fastinfer.parallel.division import Division
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.matrix_rows import OUTPUTS, adapter_rows
 from fastinfer.parallel.messages import Message
+from fastinfer.utils.interrupts import deferred_interrupts
 
 
 class SlotSizes(NamedTuple):
@@ -66,8 +67,9 @@ class ShardedAdapterSlots(AdapterSlots):
         }
         self.send([Message.ADAPTER, slot])
         for place, a, b in adapter.parts:
-            self._outgoing.append((a, b))
-            self.send([Message.ADAPTER, slot, *addresses[id(place.slots)], len(a), *place.index])
+            with deferred_interrupts():  # matrices without their message would be taken for those of the next one
+                self._outgoing.append((a, b))
+                self.send([Message.ADAPTER, slot, *addresses[id(place.slots)], len(a), *place.index])
 
     def follow(self, words: list[int]) -> None:
         """Carry out a message of rank 0, at the same time as all other ranks."""
