@@ -112,7 +112,7 @@ class Engines(Replica):
             ServerError: the engine is lost.
         """
         if (route := path.partition("?")[0]) in BROADCAST:
-            raise APIError(404, f"{route} would reach one engine alone; with Ray Serve, change the application's options")
+            raise APIError(404, f"{route} would reach one engine; with Ray Serve, change the application's options")
         answer = EngineAnswer(self._handle.remote(Call(method, path, tuple(headers), body, prompt)))
         try:
             await answer.begin()

@@ -114,11 +114,10 @@ class DrainingServer(uvicorn.Server):
         return f"{scheme}://{self.config.host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the drain, or end at once if this is the second signal."""
+        """Begin the drain, or end the process at once if this is the second signal."""
         if self._is_signalled or self._loop is None:
             LOG.warning("%s: ending at once", signal.Signals(sig).name)
-            self.should_exit = self.force_exit = True
-            return
+            end_process(0)  # an ordinary end would wait for the engine's step
         self._is_signalled = True
         self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
 
