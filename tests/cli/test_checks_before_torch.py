@@ -55,6 +55,8 @@ CASES = {
     "chat --url localhost:8000": "url: expected http://HOST:PORT",
     "serve --tool-call-parser hermes3": "--tool-call-parser: expected one of auto, none, hermes, qwen3_coder,",
     "serve --reasoning-parser x": "--reasoning-parser: expected one of auto, none, qwen3, deepseek_r1,",
+    "serve --model model --lora model=empty": "--lora: expected a name that is not the model's, got 'model'",
+    "serve --served-model-name a --served-model-name b --lora b=empty": "--lora: expected a name that is not the model",
     "bench serve --url localhost:8000": "url: expected http://HOST:PORT",
     "serve --data-parallel-size 0": "--data-parallel-size: expected an integer in 1..256",
     "router": "the following arguments are required: URL",

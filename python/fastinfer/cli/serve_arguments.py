@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastinfer.cli.checks import ADAPTER_CONFIG, check_models
@@ -170,10 +171,19 @@ def check_serve(args: argparse.Namespace) -> None:
     args.response_cache = args.response_cache or os.environ.get(CACHE_VARIABLE) or "memory"
     _check_cache(args.response_cache, args.semantic_cache)
     _check_traces(args)
-    for _, folder in args.lora:
+    for name, folder in args.lora:
+        if name in served_names(args):
+            raise RequestError(f"--lora: expected a name that is not the model's, got {show(name)}")
         if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
             raise AdapterError(f"--lora: expected a folder with {ADAPTER_CONFIG}, got {show_path(folder)}")
     check_models(args)
+
+
+def served_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names of the model for clients, whom the server's paths do not concern."""
+    if args.served_model_name:
+        return tuple(args.served_model_name)
+    return (Path(args.model).name if Path(args.model).exists() else args.model,)
 
 
 def _check_cache(place: str, threshold: float | None) -> None:

@@ -19,8 +19,9 @@ def run(config: ServerConfig, load: Callable[[], AsyncEngine], sockets: list[soc
 
     The first SIGTERM or SIGINT begins the drain: the server goes on to listen, ``/ready`` and new requests get 503, and
     running requests end. After ``drain_timeout_s`` they are aborted, and streams end with an error. A second signal
-    ends the process at once, even if a step hangs. The provider's notice that it takes the machine back (``spot_notice``) begins the drain,
-    too, but the process stays until a signal comes: it would only be started again on the same machine.
+    ends the process at once, even if a step hangs. The provider's notice that it takes the machine back
+    (``spot_notice``) begins the drain, too, but the process stays until a signal comes: it would only be started again
+    on the same machine.
 
     Args:
         config: the server's settings.
