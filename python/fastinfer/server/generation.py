@@ -308,7 +308,12 @@ class TokenCounter:
         return True
 
     def usage(self, num_reasoning: int = 0) -> dict[str, Any]:
-        """Return OpenAI's counts."""
+        """Return OpenAI's counts.
+
+        Args:
+            num_reasoning: tokens of the reasoning's text, which may be more than those that it was generated with.
+        """
+        num_reasoning = min(num_reasoning, self.num_tokens)
         return usage(self._num_prompt_tokens, self.num_tokens, self._num_cached_tokens, num_reasoning)
 
 
