@@ -113,7 +113,11 @@ def test_too_many_images(folder: Path) -> None:
 
 def test_too_many_pixels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all images together; none is decoded."""
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("an image was decoded"))
+
+    def load(image: ImageFile.ImageFile) -> None:
+        raise AssertionError("an image was decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
     (answer,) = post(folder, (CHAT, chat(*[url(Image.new("1", (2**12, 2**13)))] * 3)))
     assert answer.status_code == 400
     message = "messages: expected images of at most 67108864 pixels in all, got 3 of 100663296"
