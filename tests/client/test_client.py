@@ -34,6 +34,7 @@ def test_events_of_a_stream_in_pieces(size: int) -> None:
         ("http://localhost:8000/v1/", "localhost:8000", "/v1"),
         ("https://example.com/api/v2", "example.com", "/api/v2"),
         ("http://[::1]:80", "[::1]", "/v1"),
+        ("http://localhost.", "localhost.", "/v1"),
     ],
 )
 def test_url(url: str, authority: str, path: str) -> None:
@@ -47,6 +48,8 @@ WRONG_URLS = (
     "http://",
     "http://[",
     "http://x:port",
+    "http://localhost..:8000",
+    f"http://{'x' * 64}.example",
     "http://x:70000",
     "http://x?a=1",
     "http://x/ü",

@@ -74,7 +74,7 @@ def test_metrics_exist() -> None:
     engine = SimpleNamespace(stats=lambda: stats, config=EngineConfig())
     labels = ("m", "0")
     sources = [metrics.Metrics("vllm", "m").registry, collectors.EngineCollector(engine, "vllm", labels)]
-    sources.append(collectors.StoreCollector(StoreStats(), "vllm", labels))
+    sources.append(collectors.StoreCollector([StoreStats()], "vllm", labels))
     families = [family for source in sources for family in source.collect()]
     known = {family.name + suffix for family in families for suffix in suffixes.get(family.type, [""])}
 

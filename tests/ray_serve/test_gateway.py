@@ -73,7 +73,7 @@ def test_requests_reach_the_engine() -> None:
             assert refused.status_code == 400
             refused = await client.post("/sleep?level=1", json={})
             assert refused.status_code == 404
-            assert "/sleep changes one engine alone" in refused.json()["error"]["message"]
+            assert "/sleep would reach one engine;" in refused.json()["error"]["message"]
             assert (await client.get("/load")).json() == {"server_load": 0}
 
     asyncio.run(run())

@@ -17,6 +17,7 @@ def test_options_are_those_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.engine_options == {"max_num_seqs": 3, "kv_cache_dtype": "int8", "deterministic": True}
     assert (options.served_model_name, options.threads, options.beta) == (["x", "y"], 1, 0.5)
     assert options.api_key == ["a", "b"]
+    assert parse_options({}).beta == 1.0
 
 
 def test_true_from_a_command_line() -> None:
@@ -27,6 +28,7 @@ def test_true_from_a_command_line() -> None:
     ("args", "message"),
     [
         ({"data_parallel_size": 2}, "data_parallel_size: expected an option of the engine, got one that belongs to"),
+        ({"beta": -1}, "beta: expected a number above 0, got '-1'"),
         ({"threads": 0}, "--threads: expected an integer in 1..1024, got '0'"),
         ({"contxt": 5}, "unrecognized arguments: --contxt=5"),
         ({"model": "no-such-model"}, "no-such-model"),

@@ -594,4 +594,12 @@ def test_semantic_hits_are_similar_texts_of_equal_conversations() -> None:
             assert (await ask(body("hello", temperature=0.5)))[0] == "bypass"
             assert 'result="semantic"} 1.0' in (await client.get("/metrics")).text
 
+            async def no_embedding(*_: object, **__: object) -> None:
+                raise RuntimeError("no embedding")
+
+            server.host.loaded.embed = no_embedding
+            assert (await ask(body("hello", system="is")))[0] == "miss"
+            errors = 'vllm:response_cache_errors_total{engine="0",model_name="org/toy"} 1.0'
+            assert errors in (await client.get("/metrics")).text
+
     asyncio.run(main())

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -25,7 +25,11 @@ from support.toy import ToyModel, ToyTokenizer, greedy
 from support.toy_server import GatedModel, toy_server
 from support.waiting import until
 
+from fastinfer.outputs import PrefillOutput
+from fastinfer.server import embedding
+from fastinfer.server.embedding import embed_all
 from fastinfer.server.errors import APIError
+from fastinfer.server.generation import RequestOptions
 from fastinfer.server.http_protocol import BoundedHttpProtocol
 from fastinfer.server.sse import PING, EventStream
 
@@ -43,10 +47,10 @@ def gated_server(**options: Any) -> Iterator[tuple[GatedModel, Any, str]]:
             model.allow(2000)
 
 
-def request_bytes(path: str, body: dict[str, Any]) -> bytes:
+def request_bytes(path: str, body: dict[str, Any], headers: bytes = b"") -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    return head.encode() + headers + b"\r\n" + data
 
 
 def connect(address: str) -> socket.socket:
@@ -149,6 +153,52 @@ def test_deadlines(stream: bool) -> None:
             assert answer.headers["x-should-retry"] == "false"
         until(lambda: is_idle(server))
         assert client.post("/v1/completions", json=LONG, headers={"X-Request-Timeout": "soon"}).status_code == 400
+
+
+def test_embeddings_that_wait_too_long() -> None:
+    """They have the errors of completions."""
+    limits = {"max_num_seqs": 1}
+    with gated_server(limits=limits, queue_timeout_s=0.2) as (model, server, address):
+        first, waiting, late = connect(address), connect(address), connect(address)
+        first.sendall(request_bytes("/v1/completions", LONG))
+        model.step_until(lambda: server.host.loaded.stats().num_running == 1)
+        waiting.sendall(request_bytes("/v1/embeddings", {"input": "abc"}))
+        model.step_until(lambda: server.host.loaded.stats().num_waiting == 1)
+        time.sleep(0.25)  # the limit passes during a step
+        model.step_until(lambda: select.select([waiting], [], [], 0)[0])
+        refused = read_until(waiting, b"}}").lower()
+        assert refused.startswith(b"http/1.1 503")
+        assert b"retry-after: " in refused
+        assert b'"code":"queue_timeout"' in refused
+        late.sendall(request_bytes("/v1/embeddings", {"input": "abc"}, b"X-Request-Timeout: 0.01\r\n"))
+        model.step_until(lambda: select.select([late], [], [], 0)[0])
+        refused = read_until(late, b"}}").lower()
+        assert refused.startswith(b"http/1.1 504")
+        assert b"x-should-retry: false" in refused
+        model.allow(1000)
+        for connection in (first, waiting, late):
+            connection.close()
+
+
+def test_texts_of_a_request_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    class SlowEngine:
+        async def embed(self, text: str, **options: Any) -> PrefillOutput:
+            given.append((options["timeout"], options["queue_timeout"]))
+            await asyncio.sleep(0.02)
+            return PrefillOutput("", [1], "stop", embedding=[1.0])
+
+    monkeypatch.setattr(embedding, "MAX_AT_ONCE", 1)
+    options: RequestOptions = {"priority": 0, "adapter": None, "timeout": 5.0, "queue_timeout": 1.0}
+    asyncio.run(embed_all(cast(Any, SlowEngine()), {"a": "a", "b": "b", "c": "c"}, options, ""))
+    (first, first_wait), (second, second_wait), (third, third_wait) = given
+    assert 5 >= first > second + 0.01 > third + 0.02
+    assert first_wait <= 1
+    assert second_wait is third_wait is None, "the request has begun"
+    with pytest.raises(APIError) as error:
+        asyncio.run(embed_all(cast(Any, SlowEngine()), {"a": "a", "b": "b"}, {**options, "timeout": 0.01}, ""))
+    assert error.value.status == 504
 
 
 def test_an_error_of_the_engine_ends_with_an_error_and_the_next_request_is_served() -> None:
@@ -347,7 +397,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_program(step_s: float, drain_s: float, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+def start_program(step_s: float | str, drain_s: float, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A server in a process, and its address; each step takes as many seconds as the expression says."""
     port = free_port()
     program = folder / "serve.py"
     program.write_text(PROGRAM.format(tests=str(ROOT / "tests"), step_s=step_s, drain_s=drain_s, port=port))
@@ -433,8 +484,10 @@ def test_a_signal_while_the_model_loads_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    process, address = start_program(0.2, 600, tmp_path)
+@pytest.mark.parametrize("step_s", ["0.2", "600 if self.batch_sizes else 0"])
+def test_a_second_signal_ends_at_once(step_s: str, tmp_path: Path) -> None:
+    """Nobody waits for a step that hangs."""
+    process, address = start_program(step_s, 600, tmp_path)
     connection = connect(address)
     connection.sendall(request_bytes("/v1/completions", {**LONG, "stream": True}))
     read_until(connection, b"data:")
@@ -442,6 +495,8 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     until(lambda: httpx.get(f"{address}/ready").status_code == 503)
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    process.wait(30)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
     assert time.monotonic() - begin < 10, "90 steps take 18 s"
+    assert b"Traceback" not in errors
     connection.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 from support.image_models import picture, save_model
 from support.toy_server import toy_client
 
@@ -109,6 +109,19 @@ def test_too_many_images(folder: Path) -> None:
     (answer,) = post(folder, (CHAT, chat(*[url(Image.new("L", (8, 8)))] * 65)))
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "messages: expected at most 64 images, got more"
+
+
+def test_too_many_pixels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all images together; none is decoded."""
+
+    def load(image: ImageFile.ImageFile) -> None:
+        raise AssertionError("an image was decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+    (answer,) = post(folder, (CHAT, chat(*[url(Image.new("1", (2**12, 2**13)))] * 3)))
+    assert answer.status_code == 400
+    message = "messages: expected images of at most 67108864 pixels in all, got 3 of 100663296"
+    assert answer.json()["error"]["message"] == message
 
 
 def test_an_encoder_that_cannot_be_loaded(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_the_same_seed_gives_the_same_texts(client: openai.OpenAI) -> None:
         return [choice.message.content for choice in answer.choices]
 
     assert texts(1) == texts(1) != texts(2)
+    assert texts(-1) == texts(-1) != texts(-2)
     assert len(set(texts(1))) == 3
 
 

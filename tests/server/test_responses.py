@@ -15,6 +15,8 @@ from support.scripted import scripted_engine
 from support.toy import ToyTokenizer, greedy
 from support.toy_server import GatedModel, toy_server
 
+from fastinfer.server.chat_run import ChatRun
+
 PROMPT = ToyTokenizer().encode("hello,")
 PLAIN = {"model": "toy", "input": "hello", "max_output_tokens": 3, "temperature": 0}
 EVENTS: Any = TypeAdapter(ResponseStreamEvent)
@@ -229,6 +231,17 @@ def response_of(answer: httpx.Response, stream: bool) -> dict[str, Any]:
         text = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
         assert text == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
     return response
+
+
+def test_reasoning_has_no_more_tokens_than_the_answer(agent_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text may have more tokens than those that the model has written."""
+
+    async def many(self: ChatRun, text: str) -> int:
+        return 1000 if text else 0
+
+    monkeypatch.setattr(ChatRun, "num_tokens", many)
+    usage = post(agent_url, ASK).json()["usage"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": usage["output_tokens"]}
 
 
 @pytest.mark.parametrize("stream", [False, True])

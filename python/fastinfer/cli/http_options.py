@@ -94,6 +94,8 @@ def check_http(args: argparse.Namespace, command: str) -> None:
         raise RequestError(f"{command} needs further packages: pip install 'fastinfer[server]'")
     if args.metadata_url is not None and not args.metadata_url.startswith("http://"):
         raise RequestError(f"--metadata-url: expected an address that begins with http://, got {args.metadata_url!r}")
+    if args.metadata_url is not None and args.spot_notice is None:
+        raise RequestError("--metadata-url: expected --spot-notice with it, got none")
     args.api_key = (args.api_key or []) + _keys(API_KEY_VARIABLE)
     args.admin_key = (args.admin_key or []) + _keys(ADMIN_KEY_VARIABLE)
     for option, keys in (("--api-key", args.api_key), ("--admin-key", args.admin_key)):

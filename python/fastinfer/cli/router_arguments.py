@@ -7,6 +7,8 @@ from fastinfer.cli.options import rate
 from fastinfer.client.endpoint import Endpoint
 from fastinfer.errors import RequestError
 
+BETA = 1.0
+
 
 def add_router(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer router``."""
@@ -21,7 +23,7 @@ def add_router(parser: argparse.ArgumentParser) -> None:
         "--kv-offloading-dir; may be repeated",
     )
     routing = parser.add_argument_group("routing")
-    add_beta(routing)
+    add_beta(routing, default=BETA)
     routing.add_argument(
         "--probe-interval",
         type=rate,
@@ -34,15 +36,15 @@ def add_router(parser: argparse.ArgumentParser) -> None:
     add_logs(parser.add_argument_group("logs"))
 
 
-def add_beta(group: argparse._ArgumentGroup) -> None:
-    """Add the weight of load."""
+def add_beta(group: argparse._ArgumentGroup, default: float | None) -> None:
+    """Add the weight of load, which is ``BETA`` unless it is given."""
     group.add_argument(
         "--beta",
         type=rate,
-        default=1.0,
+        default=default,
         metavar="X",
         help="a server's score is the part of the prompt that it has cached minus X times its relative load; "
-        "default: %(default)g",
+        f"default: {BETA:g}",
     )
 
 

@@ -2,11 +2,11 @@
 
 import argparse
 import socket
-from pathlib import Path
 from typing import Any
 
 from fastinfer.async_engine import AsyncEngine
 from fastinfer.cli.http_options import http_settings
+from fastinfer.cli.serve_arguments import served_names
 from fastinfer.llm import LLM
 from fastinfer.server.config import ServerConfig
 from fastinfer.server.logs import logging_to
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, sockets: list[socket.socket] | None = None) ->
 def server_config(args: argparse.Namespace) -> ServerConfig:
     """Return the server's settings."""
     return ServerConfig(
-        model_names=tuple(args.served_model_name or [_name_of(args.model)]),
+        model_names=served_names(args),
         request_timeout_s=args.request_timeout,
         queue_timeout_s=args.queue_timeout,
         ping_interval_s=args.ping_interval,
@@ -52,8 +52,3 @@ def load(args: argparse.Namespace) -> AsyncEngine:
     for name, folder in args.lora:
         llm.load_adapter(name, folder)
     return AsyncEngine(llm.engine)
-
-
-def _name_of(model: str) -> str:
-    """Return the name of a model for clients, whom the server's paths do not concern."""
-    return Path(model).name if Path(model).exists() else model

@@ -3,12 +3,13 @@
 import argparse
 import importlib.util
 import os
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastinfer.cli.checks import ADAPTER_CONFIG, check_models
 from fastinfer.cli.http_options import add_limits, add_listening, add_logs, check_http
 from fastinfer.cli.options import EngineOption, add_engine_options, count, rate
-from fastinfer.cli.router_arguments import add_beta
+from fastinfer.cli.router_arguments import BETA, add_beta
 from fastinfer.errors import AdapterError, RequestError
 from fastinfer.utils.checks import show, show_path
 
@@ -63,7 +64,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="processes that serve the model, behind one address; each has its own KV cache and its share of the "
         "threads. On a CPU they share one copy of the weights, on GPUs each has a GPU of its own; default: %(default)s",
     )
-    add_beta(replicas)
+    add_beta(replicas, default=None)
     server = parser.add_argument_group("server")
     add_listening(server)
     server.add_argument(
@@ -166,14 +167,26 @@ def check_serve(args: argparse.Namespace) -> None:
     if args.data_parallel_size > 1:
         args.module = "fastinfer.cli.serve_replicas"
         args.replica_threads, args.threads = args.threads, None  # the router itself needs none
+        args.beta = BETA if args.beta is None else args.beta
+    elif args.beta is not None:
+        raise RequestError("--beta: expected --data-parallel-size of at least 2 with it, got 1")
     _check_parsers(args)
     args.response_cache = args.response_cache or os.environ.get(CACHE_VARIABLE) or "memory"
     _check_cache(args.response_cache, args.semantic_cache)
     _check_traces(args)
-    for _, folder in args.lora:
+    for name, folder in args.lora:
+        if name in served_names(args):
+            raise RequestError(f"--lora: expected a name that is not the model's, got {show(name)}")
         if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
             raise AdapterError(f"--lora: expected a folder with {ADAPTER_CONFIG}, got {show_path(folder)}")
     check_models(args)
+
+
+def served_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names of the model for clients, whom the server's paths do not concern."""
+    if args.served_model_name:
+        return tuple(args.served_model_name)
+    return (Path(args.model).name if Path(args.model).exists() else args.model,)
 
 
 def _check_cache(place: str, threshold: float | None) -> None:

@@ -40,6 +40,7 @@ class Endpoint:
         try:
             parts = urlsplit(url)
             port = parts.port
+            (parts.hostname or "").encode("idna")  # as for the look-up, which refuses labels that are empty or too long
         except ValueError:
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:

@@ -95,7 +95,7 @@ class Engines(Replica):
         self._handle = handle
         self.set_ready()
 
-    def set_unready(self, reason: str) -> None:
+    def set_unready(self, reason: str, *, is_reachable: bool = True) -> None:
         """Ignore the state of one engine; the next request may go to another one."""
 
     def lose(self, reason: str) -> None:
@@ -112,7 +112,7 @@ class Engines(Replica):
             ServerError: the engine is lost.
         """
         if (route := path.partition("?")[0]) in BROADCAST:
-            raise APIError(404, f"{route} changes one engine alone; with Ray Serve, change the application's options")
+            raise APIError(404, f"{route} would reach one engine; with Ray Serve, change the application's options")
         answer = EngineAnswer(self._handle.remote(Call(method, path, tuple(headers), body, prompt)))
         try:
             await answer.begin()

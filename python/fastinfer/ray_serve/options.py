@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastinfer.cli.commands import parse
+from fastinfer.cli.options import rate
+from fastinfer.cli.router_arguments import BETA
 from fastinfer.errors import RequestError
 
 # Options that belong to Ray here.
@@ -24,11 +26,19 @@ def parse_options(args: Mapping[str, Any]) -> argparse.Namespace:
     Raises:
         FastinferError: an option is wrong, or belongs to Ray.
     """
+    try:
+        beta = rate(str(args.get("beta", BETA)))
+    except argparse.ArgumentTypeError as error:
+        raise RequestError(f"beta: {error}") from None
     argv = ["serve"]
     for key, value in args.items():
+        if key == "beta":  # which one process would refuse: its router is Ray's
+            continue
         name = key.replace("_", "-")
         if name in OF_RAY:
             raise RequestError(f"{key}: expected an option of the engine, got one that belongs to Ray Serve")
         for item in value if isinstance(value, list) else [value]:
             argv.append(f"--{name}" if item is True or item == "true" else f"--{name}={item}")
-    return parse(argv)
+    options = parse(argv)
+    options.beta = beta
+    return options

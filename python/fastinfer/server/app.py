@@ -56,7 +56,7 @@ def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI
     cache = make_cache(config, host)
     server = ServerState(config, host, Metrics(config.metrics_prefix, config.model_names[0]), cache)
     if cache is not None:
-        server.metrics.watch_store(cache.store.stats)
+        server.metrics.watch_stores(cache.stats)
 
     observers = [server.metrics.answered, log_request]
     tracing = None

@@ -132,4 +132,4 @@ class ChatAnswer:
     async def _usage(self, counter: TokenCounter) -> dict[str, Any]:
         """Return the counts of the whole answer; the tokens of its reasoning are those of its text."""
         num_reasoning = await self._run.num_tokens("".join(choice.reasoning for choice in self._choices))
-        return counter.usage(min(num_reasoning, counter.num_tokens))
+        return counter.usage(num_reasoning)

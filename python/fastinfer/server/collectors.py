@@ -1,7 +1,7 @@
 """Metrics that are read from other objects when Prometheus asks for them."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -75,23 +75,23 @@ class EngineCollector(Collector):
 
 
 class StoreCollector(Collector):
-    """Reads what a store of the response cache has done.
+    """Reads what the stores of the response cache have done together.
 
     Args:
-        stats: the store's statistics.
+        stats: statistics of each store.
         prefix: prefix of the names, without the colon.
         labels: values of the labels.
     """
 
-    def __init__(self, stats: StoreStats, prefix: str, labels: tuple[str, str]) -> None:
+    def __init__(self, stats: Sequence[StoreStats], prefix: str, labels: tuple[str, str]) -> None:
         self._stats = stats
         self._prefix = prefix
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
         counters = {
-            "response_cache_errors": self._stats.errors,
-            "response_cache_evictions": self._stats.evictions,
+            "response_cache_errors": sum(each.errors for each in self._stats),
+            "response_cache_evictions": sum(each.evictions for each in self._stats),
         }
         yield from counter_families(counters, self._prefix, self._labels)
 

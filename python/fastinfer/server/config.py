@@ -54,7 +54,8 @@ class ServerConfig(HttpConfig):
     """Settings of the server of an engine; those of the engine itself are arguments of :class:`fastinfer.LLM`.
 
     Attributes:
-        model_names: names under which the model is served; answers carry the first one.
+        model_names: names under which the model is served; answers carry the one that the request has, or else the
+            first one.
         request_timeout_s, queue_timeout_s: seconds in which a request must end, and must be begun, where it names no
             limit of its own; ``None`` for no limit.
         ping_interval_s: seconds without output after which a stream gets a comment, so that proxies keep it open.

@@ -3,10 +3,13 @@
 import asyncio
 import errno
 import logging
+import os
 import signal
 import socket
+import stat
 import time
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,7 +18,9 @@ from fastinfer.errors import RequestError
 from fastinfer.server.config import HttpConfig
 from fastinfer.server.host_state import Host, HostState
 from fastinfer.server.http_protocol import BoundedHttpProtocol
+from fastinfer.server.logs import end_logs
 from fastinfer.server.spot_notice import SpotNotice, watch
+from fastinfer.utils.checks import show_path
 
 LOG = logging.getLogger("fastinfer.server")
 
@@ -63,11 +68,21 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, which loads the model or asks the replicas, if the address can be listened on."""
-        if sockets is None and self.config.uds is None:
+        if sockets is None:
             await self._check_address()
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            self.host.give_up()
+            await self.lifespan.shutdown()
+            if self.config.uds is None:
+                raise
+            raise RequestError(f"--uds: {show_path(self.config.uds)}: {error.strerror or error}") from None
 
     async def _check_address(self) -> None:
+        if self.config.uds is not None:
+            _check_socket_path(self.config.uds)
+            return
         loop, host, port = asyncio.get_running_loop(), self.config.host, self.config.port
         try:
             probe = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
@@ -99,11 +114,10 @@ class DrainingServer(uvicorn.Server):
         return f"{scheme}://{self.config.host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the drain, or end at once if this is the second signal."""
+        """Begin the drain, or end the process at once if this is the second signal."""
         if self._is_signalled or self._loop is None:
             LOG.warning("%s: ending at once", signal.Signals(sig).name)
-            self.should_exit = self.force_exit = True
-            return
+            end_process(0)  # an ordinary end would wait for the engine's step
         self._is_signalled = True
         self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
 
@@ -138,3 +152,22 @@ class DrainingServer(uvicorn.Server):
     def _num_open(self) -> int:
         """Return the number of requests whose answers are not finished."""
         return len(self.server_state.tasks)
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process, whatever its threads do; what has been logged is written."""
+    end_logs()
+    os._exit(code)
+
+
+def _check_socket_path(path: str) -> None:
+    """Check that a Unix socket can be made; one that is there already will be replaced.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise RequestError(f"--uds: expected a path in a folder that can be written to, got {show_path(path)}")
+    if os.path.exists(path) and not stat.S_ISSOCK(os.stat(path).st_mode):
+        raise RequestError(f"--uds: expected the path of a socket, or of nothing, got another file, {show_path(path)}")

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from fastinfer.async_engine import AsyncEngine
 from fastinfer.errors import PromptTooLongError, RequestError
-from fastinfer.outputs import CompletionOutput, RequestOutput, merge
+from fastinfer.outputs import RequestOutput, merge
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.server.auth import tenant_of
 from fastinfer.server.cache.response_cache import Question
@@ -78,8 +78,8 @@ def cache_salt(request: Request, body: SamplingFields | EmbeddingRequest | Score
     return f"{tenant}/{salt}" if tenant else salt
 
 
-def _rest_of(options: RequestOptions, seconds: float) -> RequestOptions:
-    """Return a request's options after it has waited for an equal one.
+def rest_of(options: RequestOptions, seconds: float) -> RequestOptions:
+    """Return a request's options after it has waited outside the engine.
 
     Raises:
         APIError: a time limit is over.
@@ -162,7 +162,7 @@ async def start(
     if turn.outputs is not None:
         return [Replay(output) for output in turn.outputs]
     try:
-        options = _rest_of(options, time.monotonic() - begin)
+        options = rest_of(options, time.monotonic() - begin)
         streams = await _queue(engine, prompts, params, options)
     except BaseException:
         turn.leave()
@@ -254,17 +254,26 @@ def check(output: RequestOutput) -> None:
         APIError: it ran out of time, was aborted, or failed.
     """
     for completion in output.outputs:
-        match completion.finish_reason:
-            case "stop" | "length":
-                continue
-            case "timeout" if completion.stop_reason == "queue_timeout":
-                raise _queue_timeout()
-            case "timeout":
-                raise _timeout()
-            case "abort":
-                raise unavailable("the server has ended the request", RETRY_FULL_S, "aborted")
-            case _:
-                raise _failure(completion)
+        check_end(completion.finish_reason, completion.stop_reason)
+
+
+def check_end(finish_reason: str | None, stop_reason: int | str | None) -> None:
+    """Check why a request has ended.
+
+    Raises:
+        APIError: it ran out of time, was aborted, or failed.
+    """
+    match finish_reason:
+        case "stop" | "length":
+            return
+        case "timeout" if stop_reason == "queue_timeout":
+            raise _queue_timeout()
+        case "timeout":
+            raise _timeout()
+        case "abort":
+            raise unavailable("the server has ended the request", RETRY_FULL_S, "aborted")
+        case _:
+            raise _failure(str(stop_reason))
 
 
 def count(server: ServerState, output: RequestOutput, params: SamplingParams, num_tokens: int) -> None:
@@ -299,7 +308,12 @@ class TokenCounter:
         return True
 
     def usage(self, num_reasoning: int = 0) -> dict[str, Any]:
-        """Return OpenAI's counts."""
+        """Return OpenAI's counts.
+
+        Args:
+            num_reasoning: tokens of the reasoning's text, which may be more than those that it was generated with.
+        """
+        num_reasoning = min(num_reasoning, self.num_tokens)
         return usage(self._num_prompt_tokens, self.num_tokens, self._num_cached_tokens, num_reasoning)
 
 
@@ -314,9 +328,8 @@ def usage(num_prompt_tokens: int, num_tokens: int, num_cached: int, num_reasonin
     }
 
 
-def _failure(completion: CompletionOutput) -> APIError:
+def _failure(reason: str) -> APIError:
     """Return the answer to a request that failed while it ran."""
-    reason = str(completion.stop_reason)
     if (error := _grammar_error(reason)) is not None:
         return error
     LOG.error("a request failed: %s", reason)

@@ -89,13 +89,13 @@ def logging_to(stream: TextIO | None, form: str, level: str) -> Iterator[None]:
             log warnings.
     """
     lines: SimpleQueue[Any] = SimpleQueue()  # which a signal's handler may use at any moment
-    handler = _Handler(lines)
+    listener = _Listener(lines, logging.StreamHandler(stream or sys.stderr))
+    handler = _Handler(lines, listener)
     handler.setFormatter(FORMATTERS[form]())
     root, library = logging.getLogger(), logging.getLogger("fastinfer")
     level_before = library.level
     root.addHandler(handler)
     library.setLevel(level.upper())
-    listener = _Listener(lines, logging.StreamHandler(stream or sys.stderr))
     listener.start()
     try:
         yield
@@ -105,11 +105,19 @@ def logging_to(stream: TextIO | None, form: str, level: str) -> Iterator[None]:
         listener.stop()
 
 
+def end_logs() -> None:
+    """Write what has been logged before the process ends; what is logged later is lost."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Handler):
+            handler.writer.stop()
+
+
 class _Handler(QueueHandler):
     """Formats lines at once, where the request that they belong to is known, and leaves the writing to the listener."""
 
-    def __init__(self, lines: SimpleQueue[Any]) -> None:
+    def __init__(self, lines: SimpleQueue[Any], writer: "_Listener") -> None:
         super().__init__(lines)
+        self.writer = writer
         self._lines = lines
 
     def enqueue(self, record: logging.LogRecord) -> None:

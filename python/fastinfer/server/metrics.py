@@ -73,8 +73,8 @@ class Metrics:
         engine.on_step(self._count_step)
         self.registry.register(EngineCollector(engine, self._prefix, self._labels))
 
-    def watch_store(self, stats: StoreStats) -> None:
-        """Begin to report what a store of the response cache has done."""
+    def watch_stores(self, stats: Sequence[StoreStats]) -> None:
+        """Begin to report what the stores of the response cache have done."""
         self.registry.register(StoreCollector(stats, self._prefix, self._labels))
 
     def answered(self, record: RequestRecord) -> None:

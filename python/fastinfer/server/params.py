@@ -8,7 +8,7 @@ from fastinfer.sampling_params import MAX_COMPLETIONS, RequestOutputKind, Sampli
 from fastinfer.server.errors import APIError
 from fastinfer.server.protocol.sampling import JSONSchemaFormat, SamplingFields
 from fastinfer.structured_output import StructuredOutputsParams
-from fastinfer.utils.checks import check_int
+from fastinfer.utils.checks import INT64_MAX, check_int
 
 # Fields that have the same name and meaning in SamplingParams.
 _SAME = (
@@ -33,6 +33,9 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, **fields:
         RequestError: a field is out of range.
     """
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    if request.seed is not None:
+        check_int("seed", request.seed, -INT64_MAX - 1, INT64_MAX)
+        given["seed"] = request.seed & INT64_MAX  # the engine has no negative ones
     if request.logit_bias is not None:
         given["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
     return dataclasses.replace(

@@ -1,16 +1,17 @@
 """Running the server of an engine."""
 
 import logging
-import os
 import socket
-import sys
 from collections.abc import Callable
 
 from fastinfer.async_engine import AsyncEngine
+from fastinfer.errors import FastinferError
 from fastinfer.server.app import create_app
 from fastinfer.server.config import ServerConfig
-from fastinfer.server.draining_server import DrainingServer
+from fastinfer.server.draining_server import DrainingServer, end_process
 from fastinfer.server.state import ServerState
+
+LOG = logging.getLogger("fastinfer.server")
 
 
 def run(config: ServerConfig, load: Callable[[], AsyncEngine], sockets: list[socket.socket] | None = None) -> int:
@@ -18,8 +19,9 @@ def run(config: ServerConfig, load: Callable[[], AsyncEngine], sockets: list[soc
 
     The first SIGTERM or SIGINT begins the drain: the server goes on to listen, ``/ready`` and new requests get 503, and
     running requests end. After ``drain_timeout_s`` they are aborted, and streams end with an error. A second signal
-    ends everything at once. The provider's notice that it takes the machine back (``spot_notice``) begins the drain,
-    too, but the process stays until a signal comes: it would only be started again on the same machine.
+    ends the process at once, even if a step hangs. The provider's notice that it takes the machine back
+    (``spot_notice``) begins the drain, too, but the process stays until a signal comes: it would only be started again
+    on the same machine.
 
     Args:
         config: the server's settings.
@@ -33,13 +35,18 @@ def run(config: ServerConfig, load: Callable[[], AsyncEngine], sockets: list[soc
     app = create_app(config, load)
     state: ServerState = app.state.server
     server = DrainingServer(app, config)
-    server.run(sockets)
+    code = 0
+    try:
+        server.run(sockets)
+    except BaseException as error:
+        if not state.host.is_loading:
+            raise
+        is_mistake = isinstance(error, (FastinferError, OSError))
+        LOG.error("the server could not start: %s", error, exc_info=not is_mistake)
+        code = 2
     if state.host.is_loading:
         # The interpreter would kill the thread inside C++ code, which aborts the process.
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        end_process(code)
     if state.host.failure is not None:
         raise state.host.failure
     return 0 if server.started else 1

@@ -4,7 +4,7 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.errors import PromptTooLongError, RequestError
@@ -16,6 +16,8 @@ from fastinfer.utils.text import one_line
 MAX_IMAGES = 64
 MAX_IMAGE_BYTES = 2**25
 MAX_IMAGE_PIXELS = 2**25
+# Of all images: their pixels are in memory at once, with three bytes each.
+MAX_PIXELS = 2**26
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 TYPES = ("image_url", "image")
 
@@ -36,9 +38,9 @@ def take_images(messages: object) -> tuple[Any, list[Any]]:
     Raises:
         RequestError: an image is malformed or too large, there are too many, or pillow is not installed.
     """
-    images: list[Any] = []
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        return messages, images
+        return messages, []
+    opened: list[_OpenedImage] = []
     taken = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -46,14 +48,19 @@ def take_images(messages: object) -> tuple[Any, list[Any]]:
             parts = []
             for number, part in enumerate(content):
                 if is_image(part):
-                    if len(images) == MAX_IMAGES:
+                    if len(opened) == MAX_IMAGES:
                         raise RequestError(f"messages: expected at most {MAX_IMAGES} images, got more")
-                    images.append(_read_part(part, f"messages[{index}]['content'][{number}]"))
+                    opened.append(_open_part(part, f"messages[{index}]['content'][{number}]"))
                     part = {"type": "image"}
                 parts.append(part)
             message = {**message, "content": parts}
         taken.append(message)
-    return taken, images
+    num_pixels = sum(each.image.width * each.image.height for each in opened)
+    if num_pixels > MAX_PIXELS:  # before any is decoded: a file may be a thousandth of its pixels
+        raise RequestError(
+            f"messages: expected images of at most {MAX_PIXELS} pixels in all, got {len(opened)} of {num_pixels}"
+        )
+    return taken, [_read(each) for each in opened]
 
 
 def is_image(part: object) -> bool:
@@ -100,8 +107,22 @@ def place_images(
     return expanded, PromptImages(placed)
 
 
-def _read_part(part: Mapping[str, Any], place: str) -> Any:
-    """Read the image of a part."""
+class _OpenedImage(NamedTuple):
+    """An image whose size is known, and whose pixels need not be decoded.
+
+    Attributes:
+        image: the image.
+        place: where it is, for messages.
+        is_file: whether it comes from a file, which may say how it is turned.
+    """
+
+    image: Any
+    place: str
+    is_file: bool
+
+
+def _open_part(part: Mapping[str, Any], place: str) -> _OpenedImage:
+    """Open the image of a part."""
     kind = part["type"]
     value = part.get(kind)
     if isinstance(value, Mapping):
@@ -109,26 +130,38 @@ def _read_part(part: Mapping[str, Any], place: str) -> Any:
     if isinstance(value, str):
         value = _decode(value, place)
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ImportError:
         raise RequestError(MISSING) from None
     if isinstance(value, Image.Image):
-        return _checked(value, place).convert("RGB")
+        return _OpenedImage(_checked(value, place), place, is_file=False)
     if not isinstance(value, bytes):
         raise RequestError(f"{place}: expected an {kind} with a data: URI, got {one_line(show(value))}")
     if len(value) > MAX_IMAGE_BYTES:
         raise RequestError(f"{place}: expected an image of at most {MAX_IMAGE_BYTES} bytes, got {len(value)}")
     try:
         image = Image.open(io.BytesIO(value), formats=FORMATS)
-        _checked(image, place)  # before its pixels are decoded
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except RequestError:
-        raise
     except Exception as error:  # pillow's readers raise errors of many kinds for damaged files
-        raise RequestError(
-            f"{place}: expected an image of the kinds {', '.join(FORMATS)}, got a file that is none: "
-            f"{one_line(error).partition(' <_io')[0]}"
-        ) from None
+        raise _damaged(place, error) from None
+    return _OpenedImage(_checked(image, place), place, is_file=True)
+
+
+def _read(opened: _OpenedImage) -> Any:
+    """Return an image in mode RGB."""
+    from PIL import ImageOps
+
+    try:
+        image = ImageOps.exif_transpose(opened.image) if opened.is_file else opened.image
+        return image.convert("RGB")
+    except Exception as error:
+        raise _damaged(opened.place, error) from None
+
+
+def _damaged(place: str, error: Exception) -> RequestError:
+    return RequestError(
+        f"{place}: expected an image of the kinds {', '.join(FORMATS)}, got a file that is none: "
+        f"{one_line(error).partition(' <_io')[0]}"
+    )
 
 
 def _checked(image: Any, place: str) -> Any:

@@ -26,7 +26,6 @@ def test_the_most_similar_one_above_the_threshold() -> None:
         assert await cache.get("s", "48") == b"thirty"
         assert await cache.get("s", "49") is None
         assert await cache.get("s", "210") is None, "the opposite direction"
-        assert (cache.stats.hits, cache.stats.misses) == (3, 2)
 
     asyncio.run(main())
 

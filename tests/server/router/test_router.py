@@ -123,12 +123,41 @@ def test_administrators_reach_all_replicas() -> None:
     with (
         toy_server(admin_keys=("boss",)) as (first, one),
         toy_server(admin_keys=("boss",)) as (second, two),
-        router_server([one, two]) as (_, url),
+        router_server([one, two]) as (host, url),
     ):
         assert httpx.post(url + "/sleep").status_code == 403
         assert httpx.post(url + "/sleep?level=1", headers=key).json() == {"is_sleeping": True}
         assert all(server.host.loaded.health().is_sleeping for server in (first, second))  # type: ignore[attr-defined]
         wait_until(lambda: httpx.get(url + "/ready").status_code == 503)
+        assert httpx.get(url + "/is_sleeping").status_code == 403
+        assert httpx.get(url + "/is_sleeping", headers=key).json() == {"is_sleeping": True}
+        assert httpx.post(one + "/wake_up", headers=key).json() == {"is_sleeping": False}
+        assert httpx.get(url + "/is_sleeping", headers=key).json() == {"is_sleeping": True}
+        assert httpx.post(url + "/wake_up", headers=key).json() == {"is_sleeping": False}
+        assert httpx.get(url + "/is_sleeping", headers=key).json() == {"is_sleeping": False}
+        wait_until(lambda: all(replica.is_ready for replica in host.replicas))
+
+
+def test_sleepers_are_woken_though_another_server_is_down() -> None:
+    key = {"X-Api-Key": "boss"}
+    with (
+        toy_server(admin_keys=("boss",)) as (_, toy),
+        BreakingProxy(toy) as proxy,
+        router_server([toy, proxy.url]) as (host, url),
+    ):
+        proxy.set_down(True)
+        wait_until(lambda: not host.replicas[1].is_reachable)
+        assert httpx.post(url + "/sleep", headers=key).status_code == 200
+        assert httpx.post(url + "/wake_up", headers=key).json() == {"is_sleeping": False}
+        wait_until(lambda: host.replicas[0].is_ready)
+
+
+def test_the_page_is_there_for_head_too(toys: list[str]) -> None:
+    with router_server(toys) as (_, url), httpx.Client(base_url=url) as client:
+        for _ in range(2):  # on one connection
+            answer = client.head("/")
+            assert (answer.status_code, answer.content) == (200, b"")
+            assert answer.headers["content-length"] == str(len(client.get("/").content))
 
 
 def test_a_stream_is_not_buffered_and_ends_with_its_client() -> None:

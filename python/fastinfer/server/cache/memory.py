@@ -49,9 +49,7 @@ class MemoryStore:
             self._drop(key)
             entry = None
         if entry is None:
-            self.stats.misses += 1
             return None
-        self.stats.hits += 1
         self._entries.move_to_end(key)
         return entry.value
 

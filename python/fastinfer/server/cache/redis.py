@@ -66,10 +66,6 @@ class RedisStore:
 
     async def get(self, key: str) -> bytes | None:
         value: bytes | None = await self._call(lambda: self._redis.get(key), None, self._timeout_s)
-        if value is None:
-            self.stats.misses += 1
-        else:
-            self.stats.hits += 1
         return value
 
     async def put(self, key: str, value: bytes) -> None:

@@ -11,7 +11,7 @@ from fastinfer.server.cache.memory import MemoryStore
 from fastinfer.server.cache.policy import CacheUse
 from fastinfer.server.cache.semantic import SemanticCache
 from fastinfer.server.cache.single_flight import MAX_WAIT_S, SingleFlight
-from fastinfer.server.cache.store import Store
+from fastinfer.server.cache.store import Store, StoreStats
 
 LOG = logging.getLogger("fastinfer.server")
 
@@ -37,7 +37,7 @@ class ResponseCache:
         semantic: where answers to similar questions are found; ``None`` for none.
 
     Attributes:
-        store, semantic: the same; they count hits, misses and errors.
+        store, semantic: the same; they count errors.
     """
 
     def __init__(self, store: Store, semantic: SemanticCache | None = None) -> None:
@@ -93,6 +93,11 @@ class ResponseCache:
             task = asyncio.create_task(self.semantic.put(question.scope, question.text, value))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    @property
+    def stats(self) -> list[StoreStats]:
+        """What the store and the semantic cache have done."""
+        return [self.store.stats] if self.semantic is None else [self.store.stats, self.semantic.stats]
 
     async def flush(self, prefix: str) -> int:
         """Forget the answers whose keys begin with a prefix; returns their number.

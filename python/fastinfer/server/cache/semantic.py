@@ -47,7 +47,7 @@ class SemanticCache:
         clock: source of the time in seconds.
 
     Attributes:
-        stats: what the cache has done. A failed embedding is an error and a miss.
+        stats: what the cache has done. A failed embedding is an error.
 
     Raises:
         ValueError: the threshold is out of range.
@@ -89,16 +89,13 @@ class SemanticCache:
         vector = await self._unit_vector(text) if scope in self._scopes else None
         entries = self._scopes.get(scope)  # it may have gone meanwhile
         if vector is None or not entries:
-            self.stats.misses += 1
             return None
         numbers = list(entries)
         similarities = np.stack([entries[number].vector for number in numbers]) @ vector
         best = int(similarities.argmax())
         # Rounding must not keep a text from being similar to itself.
         if similarities[best] < self._threshold - 1e-6:
-            self.stats.misses += 1
             return None
-        self.stats.hits += 1
         self._order.move_to_end(numbers[best])
         return entries[numbers[best]].value
 

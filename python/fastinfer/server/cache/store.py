@@ -9,13 +9,10 @@ class StoreStats:
     """Counts of a store's work since it was made.
 
     Attributes:
-        hits, misses: lookups that found an entry, and that did not, for whatever reason.
-        errors: calls that the store could not answer; a failed lookup is a miss too.
+        errors: calls that the store could not answer.
         evictions: entries that were dropped to make room.
     """
 
-    hits: int = 0
-    misses: int = 0
     errors: int = 0
     evictions: int = 0
 

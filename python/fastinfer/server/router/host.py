@@ -122,7 +122,7 @@ class RouterHost:
             if not reason:
                 replica.set_ready()
             else:
-                replica.set_unready(reason)
+                replica.set_unready(reason, is_reachable=not num_failed)
             if num_failed >= MAX_FAILED_PROBES:  # again, for a request that was sent anew on another connection
                 replica.prefixes.clear()
                 replica.close()

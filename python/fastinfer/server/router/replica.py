@@ -48,6 +48,7 @@ class Replica(ABC):
 
     Attributes:
         is_ready: whether it gets new requests.
+        is_reachable: whether it has answered when it was last asked; one that sleeps does, and is not ready.
         reason: why not; empty if it does.
         load: requests that the router has there, weighed by the prompts that have to be computed.
         num_running: their number.
@@ -58,7 +59,7 @@ class Replica(ABC):
 
     def __init__(self, name: str, max_index_blocks: int) -> None:
         self.name = name
-        self.is_ready = False
+        self.is_ready = self.is_reachable = False
         self.reason = "not asked yet"
         self.load = 0.0
         self.num_running = 0
@@ -84,15 +85,15 @@ class Replica(ABC):
 
     def set_ready(self) -> None:
         """Let it have new requests."""
-        self.is_ready, self.reason = True, ""
+        self.is_ready, self.is_reachable, self.reason = True, True, ""
 
-    def set_unready(self, reason: str) -> None:
+    def set_unready(self, reason: str, *, is_reachable: bool = True) -> None:
         """Give it no new requests until it says that it is ready."""
-        self.is_ready, self.reason = False, reason
+        self.is_ready, self.is_reachable, self.reason = False, is_reachable, reason
 
     def lose(self, reason: str) -> None:
         """Take note that a connection has failed: it may have died, and then its cache is empty."""
-        self.set_unready(reason)
+        self.set_unready(reason, is_reachable=False)
         self.prefixes.clear()
         self.wake_probe.set()
 

@@ -74,7 +74,9 @@ class RoutedRequest:
                 headers = [(name, value) for name, value in headers if name != b"cache-control"]
                 headers.append((b"cache-control", b"no-cache, no-store"))
         path = f"{path}?{query}" if query else path
-        return cls(request.method, path, body, prompt, is_continuable, tuple(headers))
+        # A replica's answer to HEAD would have no end: its length is that of a body that does not come.
+        method = "GET" if request.method == "HEAD" else request.method
+        return cls(method, path, body, prompt, is_continuable, tuple(headers))
 
     def headers(self) -> Headers:
         """Return the headers for a replica that gets the request now; its own time limit has begun before."""

@@ -27,11 +27,13 @@ FORWARDED = (
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/score", "/tokenize", "/detokenize"),
 )
 FORWARDED_GET = ("/", "/tokenizer_info")
-# To all replicas: they change what a server does with later requests.
+# To all replicas: they change what a server does with later requests, or ask for it.
 BROADCAST = (
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping"),
     *("/reset_prefix_cache", "/reset_response_cache"),
 )
+# Those that go to replicas that sleep, too, and are therefore not ready.
+FOR_SLEEPERS = frozenset({"/wake_up", "/is_sleeping"})
 
 router = APIRouter()
 
@@ -98,12 +100,16 @@ async def forward(request: Request) -> Response:
 
 
 async def broadcast(request: Request) -> Response:
-    """Let all servers that are ready answer; returns an error if there is one, or else the first answer."""
+    """Let all servers answer; returns an error if there is one, or else that of one that sleeps, or else the first."""
     state = _open(request)
     routed = await RoutedRequest.read(request, state.config.body_timeout_s)
-    asked = _ask_all(state.host.servers, routed.method, routed.path, routed.headers(), routed.body)
+    is_for_sleepers = request.scope["route"].path in FOR_SLEEPERS
+    servers = [server for server in state.host.servers if server.is_ready or (is_for_sleepers and server.is_reachable)]
+    asked = _ask_all(servers, routed.method, routed.path, routed.headers(), routed.body)
     answers = await unless_gone(request, asked)
-    answer = max(answers, key=lambda answer: answer.status)
+    for server in servers:
+        server.wake_probe.set()  # it may have fallen asleep, or be awake again
+    answer = max(answers, key=lambda answer: (answer.status, parse_object(answer.body).get("is_sleeping") is True))
     return Response(answer.body, answer.status, {n.decode("latin-1"): v.decode("latin-1") for n, v in answer.headers})
 
 
@@ -111,8 +117,9 @@ for path in FORWARDED:
     router.add_api_route(path, forward, methods=["POST"])
 for path in FORWARDED_GET:
     router.add_api_route(path, forward, methods=["GET"])
+router.add_api_route("/", forward, methods=["HEAD"])
 for path in BROADCAST:
-    router.add_api_route(path, broadcast, methods=["POST"])
+    router.add_api_route(path, broadcast, methods=["GET" if path == "/is_sleeping" else "POST"])
 
 
 def _open(request: Request) -> RouterState:
@@ -134,7 +141,8 @@ async def _models(request: Request) -> list[dict[str, Any]]:
         APIError: no replica answers, or they refuse the client's key.
     """
     keys = [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
-    answers = await unless_gone(request, _ask_all(router_of(request).host.replicas, "GET", "/v1/models", keys, b""))
+    ready = [replica for replica in router_of(request).host.replicas if replica.is_ready]
+    answers = await unless_gone(request, _ask_all(ready, "GET", "/v1/models", keys, b""))
     models: dict[str, dict[str, Any]] = {}
     for answer in answers:
         if answer.status != 200:
@@ -148,20 +156,19 @@ async def _models(request: Request) -> list[dict[str, Any]]:
 async def _ask_all(
     replicas: Sequence[Replica], method: str, path: str, headers: Headers, body: bytes
 ) -> Sequence[WholeAnswer]:
-    """Return the answers of those of the replicas that are ready.
+    """Return the answers of replicas.
 
     Raises:
-        APIError: none is, or one does not answer.
+        APIError: there are none, or one does not answer.
     """
 
     async def ask(replica: Replica) -> WholeAnswer:
         async with replica.ask(method, path, headers, body) as answer:
             return await WholeAnswer.read(answer)
 
-    ready = [replica for replica in replicas if replica.is_ready]
-    if not ready:
+    if not replicas:
         raise unavailable("no replica is ready", RETRY_FULL_S, "no_replica")
     try:
-        return await asyncio.gather(*map(ask, ready))
+        return await asyncio.gather(*map(ask, replicas))
     except ServerError as error:
         raise unavailable(f"a replica did not answer: {error}", RETRY_FULL_S, "replica_lost") from None
