@@ -119,11 +119,6 @@ def _gpt4o() -> pre_tokenizers.PreTokenizer:
     return _split(_GPT4O)
 
 
-def _tiny_aya() -> pre_tokenizers.PreTokenizer:
-    """Divide digits into runs of three from the right, unless a letter follows them, then split like GPT-4o."""
-    return _split(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)
-
-
 PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
@@ -136,7 +131,6 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), _llama3),
     "tekken": _tekken,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _gpt4o),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), _tiny_aya),
     "qwen2": _qwen2,
     "deepseek-r1-qwen": _qwen2,
     **dict.fromkeys(("stablelm2", "megrez", "kormo", "hunyuan", "solar-open", "grok-2"), _qwen2),
