@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import zlib
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 # Ranks that are streams of one process wait for each other on the GPU: a kernel that is loaded at its first launch then
 # waits for those that run.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+# Where the tests are started in the background, their process and all that it starts would ignore it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 from emulation import build
