@@ -108,9 +108,9 @@ LaunchPlan plan_gated_delta_rule(const Sizes& sizes, const Device& device) {
   const int64_t tokens = sizes.at("tokens"), heads = sizes.at("value_heads"), value_dim = sizes.at("value_dim");
   const auto p = cuda::plan_gated_delta_rule(sizes.at("seqs"), tokens, heads, sizes.at("key_dim"), value_dim, device);
   return {
-      .facts = {{"columns_per_block", p.columns}, {"rows_per_warp", p.rows}},
+      .facts = {{"columns_per_block", p.rule.columns}, {"rows_per_warp", p.rule.rows}},
       .workspace_bytes = tokens * heads * value_dim * static_cast<int64_t>(sizeof(float)),
-      .launches = {{"gated_delta_rule", p.rule}, {"gated_norm", p.norm}},
+      .launches = {{"gated_delta_rule", p.rule.launch}, {"gated_norm", p.norm}},
   };
 }
 
@@ -119,9 +119,9 @@ LaunchPlan plan_mamba2_scan(const Sizes& sizes, const Device& device) {
   const auto p = cuda::plan_mamba2_scan(sizes.at("seqs"), tokens, heads, sizes.at("groups"), sizes.at("state_dim"),
                                         head_dim, device);
   return {
-      .facts = {{"columns_per_block", p.columns}, {"rows_per_warp", p.rows}},
+      .facts = {{"columns_per_block", p.scan.columns}, {"rows_per_warp", p.scan.rows}},
       .workspace_bytes = tokens * heads * head_dim * static_cast<int64_t>(sizeof(float)),
-      .launches = {{"mamba2_scan", p.scan}, {"scan_norm", p.norm}},
+      .launches = {{"mamba2_scan", p.scan.launch}, {"scan_norm", p.norm}},
   };
 }
 

@@ -8,20 +8,17 @@
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
-#include "common/cuda/row.h"
 #include "linear_attention/gated_delta_rule_plan.h"
-#include "linear_attention/state_part_cuda.h"
+#include "linear_attention/state_block_cuda.h"
 
 namespace fastinfer::cuda {
 namespace {
-
-static_assert(kDeltaThreads == kPartWarps * kWarpSize);
 
 // What a block prepares of some tokens, in shared memory. Rows are padded, so that tokens which a warp prepares lie in
 // different banks.
 template <int kRows>
 struct Prepared {
-  static constexpr int kLanes = delta_lanes(kRows), kTokens = delta_tokens(kRows);
+  static constexpr int kLanes = preparing_lanes(kRows), kTokens = prepared_tokens(kRows);
   static constexpr int kColumns = StatePart<kRows>::kBlockColumns;
   float keys[kTokens][kRows + kLanes];     // of length 1
   float queries[kTokens][kRows + kLanes];  // of length 1 / sqrt(key_dim)
@@ -51,7 +48,7 @@ __device__ void prepare(const GatedDeltaRuleParams& p, Prepared<kRows>& shared, 
   const T* const k = q + p.key_heads * p.key_dim;
   const T* const v = row + 2 * p.key_heads * p.key_dim + head * p.value_dim + first_column;
   const bool aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;  // as heads have multiples of 16 elements
-  constexpr int kEights = kDeltaElements / 8;
+  constexpr int kEights = kPreparedElements / 8;
   float query[kEights][8] = {}, key[kEights][8] = {};
 #pragma unroll
   for (int j = 0; j < kEights; ++j) {
@@ -89,8 +86,8 @@ __device__ void prepare(const GatedDeltaRuleParams& p, Prepared<kRows>& shared, 
       query[j][e] *= q_scale;
       key[j][e] *= k_scale;
     }
-    store_eight(query[j], &shared.queries[i][at]);
-    store_eight(key[j], &shared.keys[i][at]);
+    store_values(&shared.queries[i][at], query[j]);
+    store_values(&shared.keys[i][at], key[j]);
   }
   if (lane != 0) return;
   const float step = load_float_or<T>(p.a, p.a_dtype, token * p.a_stride + head) + p.dt_bias[head];
@@ -101,75 +98,45 @@ __device__ void prepare(const GatedDeltaRuleParams& p, Prepared<kRows>& shared, 
   shared.writes[i] = p.slots.writes[token];
 }
 
-// The first four warps have the state. With kAhead four more prepare the next tokens meanwhile; without it the same
-// ones do, and more blocks find room.
 template <class T, int kRows, bool kAhead>
-__global__ void __launch_bounds__(kAhead ? 2 * kDeltaThreads : kDeltaThreads, kAhead ? 2 : 4)
+__global__ void __launch_bounds__(kAhead ? 2 * kStateThreads : kStateThreads, kAhead ? 2 : 4)
     gated_delta_rule_kernel(GatedDeltaRuleParams p) {
   using Part = StatePart<kRows>;
-  constexpr int kTokens = Prepared<kRows>::kTokens;
   grid_dependency_wait();
   grid_dependency_launch();
-  const int64_t column_blocks = (p.value_dim + Part::kBlockColumns - 1) / Part::kBlockColumns;
-  const int64_t first_column = blockIdx.x % column_blocks * Part::kBlockColumns;
-  const int64_t head = blockIdx.x / column_blocks % p.value_heads, seq = blockIdx.x / column_blocks / p.value_heads;
-  const int64_t begin = p.slots.query_start[seq], end = p.slots.query_start[seq + 1];
-  const int32_t read = p.slots.reads[seq];
-  if (begin >= end) return;
-  const int rows = static_cast<int>(p.key_dim), column = Part::first_column(), summed = column + Part::summed_column();
-  const int preparing = static_cast<int>(threadIdx.x) - (kAhead ? kDeltaThreads : 0);
-  const bool in_state = threadIdx.x < kDeltaThreads && first_column + column < p.value_dim;  // the same in a warp
-  const int64_t row_vectors = p.value_dim / kLaneColumns, slot_vectors = p.slots.stride / kLaneColumns;
-  LaneColumns* const states =
-      reinterpret_cast<LaneColumns*>(p.state) + head * p.key_dim * row_vectors + (first_column + column) / kLaneColumns;
-  float* output = p.outputs + (begin * p.value_heads + head) * p.value_dim + first_column + summed;
-  const auto exists = [&](int32_t slot) { return slot >= 0 && slot < p.slots.slots; };
-
-  Part part;
-  if (in_state && exists(read)) part.load(states + read * slot_vectors, row_vectors, rows);
-  auto* const prepared = reinterpret_cast<Prepared<kRows>*>(dynamic_shared());  // one; with kAhead two, in turns
-  int turn = 0;
-  const auto prepare_at = [&](Prepared<kRows>& tokens, int64_t first) {
-    if (preparing >= 0 && first < end) prepare<T>(p, tokens, preparing, head, first_column, first, end);
+  const StateBlock<kRows> block(p.slots, p.state, p.value_heads, p.key_dim, p.value_dim);
+  if (block.begin >= block.end) return;
+  const int summed = Part::first_column() + Part::summed_column();
+  float* output = p.outputs + (block.begin * p.value_heads + block.head) * p.value_dim + block.first_column + summed;
+  Part part = block.load();
+  const auto prepare_tokens = [&](Prepared<kRows>& shared, int thread, int64_t first) {
+    prepare<T>(p, shared, thread, block.head, block.first_column, first, block.end);
   };
-  prepare_at(prepared[0], begin);
-  for (int64_t first = begin; first < end; first += kTokens) {
-    __syncthreads();
-    if constexpr (kAhead) prepare_at(prepared[turn ^ 1], first + kTokens);
-    const Prepared<kRows>& shared = prepared[turn];
-    if (in_state) {
-      const int tokens = static_cast<int>(min(end - first, int64_t{kTokens}));
-      LaneRows key, query;
-      Part::load_rows(shared.keys[0], key);
-      Part::load_rows(shared.queries[0], query);
-      for (int i = 0; i < tokens; ++i, output += p.value_heads * p.value_dim) {
-        const float decay = shared.decay[i], beta = shared.beta[i], value = shared.values[i][summed];
-        const float key_query = shared.key_query[i];
-        const int32_t write = shared.writes[i];
-        const LaneColumns key_parts = part.dot(key), query_parts = part.dot(query);
-        // The next token's, which is only read where there is one.
-        LaneRows next_key;
-        const int after = min(i + 1, tokens - 1);
-        Part::load_rows(shared.keys[after], next_key);
-        Part::load_rows(shared.queries[after], query);
-        const float key_sum = Part::sum(key_parts);
-        const float d = beta * fmaf(-decay, key_sum, value);
-        const float query_sum = Part::sum(query_parts);
-        part.scale(decay);
-        part.add(key, Part::columns_of(d));
-        if (Part::has_sum()) *output = fmaf(d, key_query, decay * query_sum);
-        if (exists(write)) part.store(states + write * slot_vectors, row_vectors, rows);
+  block.template each_prepared<Prepared<kRows>, kAhead>(prepare_tokens, [&](const Prepared<kRows>& shared, int tokens) {
+    LaneRows key, query;
+    Part::load_rows(shared.keys[0], key);
+    Part::load_rows(shared.queries[0], query);
+    for (int i = 0; i < tokens; ++i, output += p.value_heads * p.value_dim) {
+      const float decay = shared.decay[i], beta = shared.beta[i], value = shared.values[i][summed];
+      const float key_query = shared.key_query[i];
+      const int32_t write = shared.writes[i];
+      const LaneColumns key_parts = part.dot(key), query_parts = part.dot(query);
+      // The next token's, which is only read where there is one.
+      LaneRows next_key;
+      const int after = min(i + 1, tokens - 1);
+      Part::load_rows(shared.keys[after], next_key);
+      Part::load_rows(shared.queries[after], query);
+      const float key_sum = Part::sum(key_parts);
+      const float d = beta * fmaf(-decay, key_sum, value);
+      const float query_sum = Part::sum(query_parts);
+      part.scale(decay);
+      part.add(key, Part::columns_of(d));
+      if (Part::has_sum()) *output = fmaf(d, key_query, decay * query_sum);
+      block.store(part, write);
 #pragma unroll
-        for (int r = 0; r < kLaneRows; ++r) key[r] = next_key[r];
-      }
+      for (int r = 0; r < kLaneRows; ++r) key[r] = next_key[r];
     }
-    if constexpr (kAhead) {
-      turn ^= 1;
-    } else {
-      __syncthreads();  // these have been read
-      prepare_at(prepared[0], first + kTokens);
-    }
-  }
+  });
 }
 
 // A warp normalises the outputs of one head.
@@ -206,10 +173,10 @@ void gated_delta_rule(const GatedDeltaRuleParams& p, void* stream) {
   const auto plan = plan_gated_delta_rule(p.slots.seqs, p.tokens, p.value_heads, p.key_dim, p.value_dim, p.device);
   dispatch_cuda(p.dtype, [&]<class T>(T) {
     const auto choose = [&]<int kRows>() {
-      return plan.ahead ? gated_delta_rule_kernel<T, kRows, true> : gated_delta_rule_kernel<T, kRows, false>;
+      return plan.rule.ahead ? gated_delta_rule_kernel<T, kRows, true> : gated_delta_rule_kernel<T, kRows, false>;
     };
-    const auto kernel = plan.rows == 128 ? choose.template operator()<128>() : choose.template operator()<256>();
-    launch("gated_delta_rule", kernel, plan.rule, stream, p);
+    const auto kernel = plan.rule.rows == 128 ? choose.template operator()<128>() : choose.template operator()<256>();
+    launch("gated_delta_rule", kernel, plan.rule.launch, stream, p);
     launch("gated_norm", gated_norm_kernel<T>, plan.norm, stream, p);
   });
 }

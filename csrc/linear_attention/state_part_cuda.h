@@ -7,11 +7,12 @@
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
 #include "common/cuda/vector_io.h"
+#include "linear_attention/state_plan.h"
 
 namespace fastinfer::cuda {
 
 inline constexpr int kLaneColumns = 4, kLaneRows = 8;
-inline constexpr int kPartWarps = 4;  // of a block, beside those that prepare the next tokens
+inline constexpr int kPartWarps = kStateThreads / kWarpSize;
 inline constexpr int kRowVector = 4;  // rows of a lane that are neighbours
 using LaneRows = float[kLaneRows];
 using LaneColumns = Vector<float, kLaneColumns>;
@@ -125,35 +126,5 @@ struct StatePart {
     return (i / kRowVector * kRowLanes + threadIdx.x % kRowLanes) * kRowVector + i % kRowVector;
   }
 };
-
-// Loads eight elements. Vectors are read if rows are `aligned` to 16 bytes.
-template <class T>
-__device__ void load_eight(const T* p, bool aligned, float (&values)[8]) {
-  T loaded[8];
-  if (aligned) {
-#pragma unroll
-    for (int i = 0; i < 8; i += kVectorElements<T>) {
-      const auto vector = load_vector<kVectorElements<T>>(p + i);
-#pragma unroll
-      for (int j = 0; j < kVectorElements<T>; ++j) loaded[i + j] = vector.values[j];
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) loaded[i] = p[i];
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] = to_float(loaded[i]);
-}
-
-__device__ inline void store_eight(const float (&values)[8], float* p) {
-#pragma unroll
-  for (int i = 0; i < 8; i += 4)
-    store_vector(p + i, Vector<float, 4>{values[i], values[i + 1], values[i + 2], values[i + 3]});
-}
-
-template <class T>
-__device__ float load_float_or(const void* p, DType dtype, int64_t i) {
-  return dtype == DType::kFloat32 ? static_cast<const float*>(p)[i] : to_float(static_cast<const T*>(p)[i]);
-}
 
 }  // namespace fastinfer::cuda

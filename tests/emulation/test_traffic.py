@@ -58,7 +58,8 @@ KNOWN_COSTS = {
     # Lanes share rows of keys, or columns of x; and eight fp32 to a lane, 32 bytes apart.
     "shared linear_attention/state_part_cuda.h load_rows": 2.0,
     "shared linear_attention/mamba2_scan.cu mamba2_scan_kernel": 4.0,
-    "shared linear_attention/state_part_cuda.h store_eight": 2.0,
+    "shared linear_attention/gated_delta_rule.cu prepare": 2.0,
+    "shared linear_attention/mamba2_scan.cu prepare": 2.0,
     # Rows of experts, in the order of the routing.
     "global moe/route_experts.cu sort": 1.8,
     # Tables and lists whose places depend on the values.
