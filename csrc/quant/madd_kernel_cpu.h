@@ -13,7 +13,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 template <class Format, class Scale, int kBits>
 struct MaddKernel {
   using Run = typename Format::template Run<kBits>;
-  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // each with one or two vectors of sums
+  static constexpr int kMaxRows = 4;  // each with one or two vectors of sums
 
   const QuantizedGemmParams& p;
   QuantizedActivations<Run> x;
