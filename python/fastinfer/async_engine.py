@@ -465,13 +465,20 @@ class AsyncEngine:
         """
         await self._call(self._engine.unpin_prompt, name)
 
-    async def load_adapter(self, name: str, path: str | Path) -> None:
+    async def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
         """Load a LoRA adapter; raises the errors of :meth:`fastinfer.LLM.load_adapter`.
 
-        The files are read while the steps go on.
+        The files are read while the steps go on. With ``replace`` it takes the place of an adapter of this name, which
+        stays if the files cannot be read, and raises the errors of :meth:`unload_adapter`.
         """
         adapter = await asyncio.to_thread(self._engine.read_adapter, path)
-        await self._call(self._engine.load_adapter, name, adapter)
+
+        def load() -> None:
+            if replace and name in self._engine.adapters.names:
+                self._engine.unload_adapter(name)
+            self._engine.load_adapter(name, adapter)
+
+        await self._call(load)
 
     async def register_adapter(self, name: str, path: str | Path) -> None:
         """Register a LoRA adapter that is read when a request needs it, see :meth:`fastinfer.LLM.register_adapter`.

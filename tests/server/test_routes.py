@@ -165,6 +165,9 @@ def test_adapters_are_models(tmp_path: Path) -> None:
                 assert (await client.post("/v1/load_lora_adapter", json=loading)).status_code == 400
                 again = await client.post("/v1/load_lora_adapter", json={**loading, "load_inplace": True})
                 assert again.status_code == 200
+                nowhere = {"lora_name": "mine", "lora_path": str(tmp_path / "nowhere"), "load_inplace": True}
+                assert (await client.post("/v1/load_lora_adapter", json=nowhere)).status_code == 400
+                assert await tokens("mine") != await tokens("tiny")  # the old one is still there
                 wrong = {"lora_name": "other", "lora_path": str(tmp_path / "nowhere")}
                 assert (await client.post("/v1/load_lora_adapter", json=wrong)).status_code == 400
                 assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "mine"})).status_code == 200

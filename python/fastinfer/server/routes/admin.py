@@ -27,9 +27,7 @@ async def load_lora_adapter(request: Request) -> Response:
     engine = server.host.engine
     if body.lora_name in server.config.model_names:
         raise APIError(400, f"lora_name must not be the model's, got {body.lora_name!r}", param="lora_name")
-    if body.load_inplace and body.lora_name in engine.adapters:
-        await engine.unload_adapter(body.lora_name)
-    await engine.load_adapter(body.lora_name, body.lora_path)
+    await engine.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
