@@ -1,11 +1,13 @@
 """CPUGraph: a replay is bitwise the calls it recorded, and what it would miss is refused."""
 
+import copy
 import gc
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import pytest
@@ -34,10 +36,15 @@ def cloned(values: Any) -> Any:
 CALLS = [name for name, _ in op_calls()]
 
 
+@cache
+def calls(seed: int) -> list[tuple[str, tuple[Any, ...]]]:
+    return list(op_calls(seed=seed))
+
+
 @pytest.mark.parametrize("index", range(len(CALLS)), ids=lambda index: f"{index}-{CALLS[index]}")
 def test_every_operator_replays_on_new_contents(index: int) -> None:
-    name, args = list(op_calls(seed=1))[index]
-    _, others = list(op_calls(seed=2))[index]
+    name, args = copy.deepcopy(calls(1)[index])  # written to, and shared with other calls
+    _, others = calls(2)[index]
     operator = getattr(torch.ops.fastinfer, name).default
     graph = ops.CPUGraph()
     expected, eager_args = operator(*(eager_args := cloned(args))), eager_args
