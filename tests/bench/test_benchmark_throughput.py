@@ -234,7 +234,6 @@ def test_twenty_schemas_compile(subject: Subject) -> None:
     for schema in SCHEMAS.values():
         jsonschema.Draft202012Validator.check_schema(schema)
         compiler.submit(StructuredOutputsParams(json=schema)).result(timeout=60)
-    compiler.close()
 
 
 @pytest.mark.slow

@@ -122,7 +122,6 @@ def test_structured_output_begins_without_a_space(tmp_path: Path) -> None:
     mask = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
     grammar.fill_mask(mask)
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-    compiler.close()
     assert {tokenizer.token_bytes(int(i)) for i in allowed} & {b"t", b"th", b"the"}
     assert all(b"the ".startswith(tokenizer.token_bytes(int(i)) or b"?") for i in allowed)
 
