@@ -24,6 +24,7 @@ from fastinfer.quantize.methods import Method
 FAMILIES = (
     "llama2",
     "llama-yarn",
+    "llama-biases",
     "qwen2-plain",
     "qwen3",
     "gemma2-plain",
@@ -36,6 +37,7 @@ FAMILIES = (
     "cohere",
     "cohere2",
     "phi3",
+    "granite",
     "granite-plain",
     "mixtral",
     "qwen2-moe-plain",
@@ -125,7 +127,10 @@ def test_the_result_is_that_of_the_folder(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_config_json_cannot_say_is_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "model.gguf", make_model("llama-biases"))
+    model = make_model("llama-biases")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias = None
+    write_gguf(tmp_path / "model.gguf", model)
     with pytest.raises(UnsupportedModelError, match=r"config\.json cannot say its output_bias"):
         quantize_checkpoint(tmp_path / "model.gguf", tmp_path / "out", Method("rtn", 8, 32), [])
     write_gguf(tmp_path / "other.gguf", make_model("glm4-moe"))

@@ -105,6 +105,8 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
         epsilon: config.norm_eps,
         "hidden_activation" if config.architecture.startswith("Gemma") else "hidden_act": activation,
     }
+    if config.mlp_bias:
+        values["mlp_bias"] = True
     return values if family.qkv_bias else values | {"attention_bias": config.qkv_bias}
 
 
