@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from support.fake_openai_server import FakeOpenAIServer
-from support.routers import BreakingProxy, router_server
+from support.routers import BreakingProxy, router_host, router_server
 from support.toy_server import NAME, GatedModel, toy_server
 
 from fastinfer.server.host_state import HostState
 from fastinfer.server.router.prompts import Prompt
+from fastinfer.server.router.replica import Replica
 from fastinfer.server.router.routed_request import RoutedRequest
 
 COMPLETION = {"prompt": "once upon a time", "max_tokens": 8, "temperature": 0}
@@ -46,6 +47,29 @@ def send(url: str, body: dict[str, Any]) -> socket.socket:
 def toys() -> Iterator[list[str]]:
     with toy_server() as (_, first), toy_server() as (_, second):
         yield [first, second]
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_probes_end_though_their_cancellation_is_lost(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some turn of the event loop the answer is there, and the probe does not know it yet."""
+
+    async def main() -> None:
+        answered = asyncio.Event()
+
+        async def ask_ready(replica: Replica) -> str:
+            await answered.wait()
+            return ""
+
+        monkeypatch.setattr("fastinfer.server.router.host._ask_ready", ask_ready)
+        routing = router_host(["http://127.0.0.1:9"])
+        await routing.start()
+        await asyncio.sleep(0.01)
+        answered.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(routing.stop(), 5)
+
+    asyncio.run(main())
 
 
 def test_answers_are_those_of_the_replicas(toys: list[str]) -> None:

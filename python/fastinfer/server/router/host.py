@@ -110,7 +110,8 @@ class RouterHost:
 
     async def _probe_for_ever(self, replica: Replica) -> None:
         num_failed = 0
-        while True:
+        # Python before 3.12 loses a cancellation that comes together with the end of what wait_for waits for.
+        while replica in self._probes and not self.is_stopped:
             replica.wake_probe.clear()
             was_ready = replica.is_ready
             try:
