@@ -71,7 +71,7 @@ def test_a_pinned_prompt_that_is_computed_together_with_the_same_text(still_runs
 
 @pytest.mark.parametrize("removed", ["first", "second"])
 def test_pinned_prompts_that_begin_alike_and_are_computed_together(removed: str) -> None:
-    """As all are after a sleep: they share the blocks, which stay until both are removed."""
+    """Prompts that are pinned in one step, as all are after a sleep, share their blocks until both are removed."""
     engine = toy_engine(block_size=4, num_kv_blocks=26, max_model_len=40)
     ends = {"first": [30, 31, 32, 33], "second": [40, 41, 42, 43]}
     for name, end in ends.items():

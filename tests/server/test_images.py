@@ -112,7 +112,7 @@ def test_too_many_images(folder: Path) -> None:
 
 
 def test_too_many_pixels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all images together; none is decoded."""
+    """The pixels of all images are counted together, and none is decoded."""
 
     def load(image: ImageFile.ImageFile) -> None:
         raise AssertionError("an image was decoded")

@@ -101,9 +101,8 @@ def _shapes(fields: JsonFields, config: ModelConfig, windows: tuple[int, ...]) -
     if by_layer is None:
         shapes = tuple(local if window else full for window in windows)
     else:
-        by_layer.values = {
-            key.lstrip("0") or "0": value for key, value in by_layer.values.items()
-        }  # "05" with 11 layers
+        # With more than ten layers the key of the sixth one is "05".
+        by_layer.values = {key.lstrip("0") or "0": value for key, value in by_layer.values.items()}
         shapes = tuple(_shape(by_layer, layer, local) for layer in range(config.num_layers))
         full = shapes[-1]
     for layer, shape in enumerate(shapes):

@@ -96,7 +96,7 @@ class ResponseCache:
 
     @property
     def stats(self) -> list[StoreStats]:
-        """What the store and the semantic cache have done."""
+        """The statistics of the store and, if there is one, of the semantic cache."""
         return [self.store.stats] if self.semantic is None else [self.store.stats, self.semantic.stats]
 
     async def flush(self, prefix: str) -> int:
