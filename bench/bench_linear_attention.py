@@ -52,6 +52,7 @@ def torch_rule(
         for part in qkv.split([KEY_HEADS * DIM, KEY_HEADS * DIM, HEADS * DIM], 1)
     )
     decay = (-rates.exp() * F.softplus(a.float() + bias)).view(seqs, -1, HEADS)
+    q, k = (part.repeat_interleave(HEADS // KEY_HEADS, 2) for part in (q, k))  # as releases before 5.24 need
     rule = torch_recurrent_gated_delta_rule if len(qkv) == seqs else torch_chunk_gated_delta_rule
     beta = b.sigmoid().view(seqs, -1, HEADS)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
