@@ -30,6 +30,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The environment's own cmake and ninja, not older ones of the system.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Modules are compiled when they are first imported; most of torch's and transformers' never are.
+export PIP_COMPILE := 0
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
 .PHONY: demo test test-fast test-isas lint format docs figures cuda emulation sanitize fuzz traces clients ray gpu-check bench clean

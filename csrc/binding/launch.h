@@ -22,15 +22,16 @@
 #include "common/cuda/arrival_counters.h"
 #include "common/cuda/device.h"
 
-#define FASTINFER_OPERATORS(m)                                             \
-  static void register_operators(torch::stable::detail::StableLibrary& m); \
-  STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CPU, library) {           \
-    register_operators(library);                                           \
-  }                                                                        \
-  STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CUDA, library) {          \
-    register_operators(library);                                           \
-  }                                                                        \
-  static void register_operators(torch::stable::detail::StableLibrary& m)
+#define FASTINFER_OPERATORS(m) FASTINFER_OPERATORS_BY(C10_ANONYMOUS_VARIABLE(register_operators_), m)
+#define FASTINFER_OPERATORS_BY(function, m)                       \
+  static void function(torch::stable::detail::StableLibrary& m);  \
+  STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CPU, library) {  \
+    function(library);                                            \
+  }                                                               \
+  STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CUDA, library) { \
+    function(library);                                            \
+  }                                                               \
+  static void function(torch::stable::detail::StableLibrary& m)
 
 #define FASTINFER_LAUNCH(x, op, ...)                                                \
   do {                                                                              \

@@ -9,20 +9,20 @@
 namespace fastinfer {
 namespace {
 
-struct Rows {
+struct Runs {
   int64_t out, run, run_stride;
 };
 
 // y is [rows, out], or [rows, runs, run]: gate or up of a product whose rows are interleaved.
-Rows rows_of(const Checks& check, const Tensor& y) {
+Runs runs_of(const Checks& check, const Tensor& y) {
   check.require(y.dim() == 2 || y.dim() == 3, "y must have the shape [tokens, out] or [tokens, runs, run], got ",
                 format_shape(y.sizes()));
-  const bool runs = y.dim() == 3;
+  const bool has_runs = y.dim() == 3;
   const int64_t run = y.size(y.dim() - 1);
-  if (y.numel() == 0) return {runs ? y.size(1) * run : run, std::max<int64_t>(run, 1), run};
+  if (y.numel() == 0) return {has_runs ? y.size(1) * run : run, std::max<int64_t>(run, 1), run};
   check.require(run == 1 || y.stride(y.dim() - 1) == 1, "y must be contiguous in its last dimension, got strides ",
                 format_shape(y.strides()));
-  if (!runs) {
+  if (!has_runs) {
     check.rows_apart(y, "y");
     return {run, run, run};
   }
@@ -49,7 +49,7 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
   check.rows_contiguous(x, "x");
   const DType dtype = check.float_dtype(x, "x");
   const int64_t inputs = x.size(0), in = x.size(1);
-  const Rows rows = rows_of(check, y);
+  const Runs runs = runs_of(check, y);
   check.dtype(y, "y", x.scalar_type());
   check.shape(adapter_ids, "adapter_ids", {expert_ids ? kAny : inputs});
   const int64_t tokens = adapter_ids.size(0);
@@ -75,9 +75,9 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
   const DType weight_dtype = check.float_dtype(a, "a");
   const int64_t slots = a.size(0), max_rank = a.size(a.dim() - 2);
   if (expert_ids) {
-    check.shape(b, "b", {slots, experts, max_rank, rows.out});
+    check.shape(b, "b", {slots, experts, max_rank, runs.out});
   } else {
-    check.shape(b, "b", {slots, max_rank, rows.out});
+    check.shape(b, "b", {slots, max_rank, runs.out});
   }
   check.contiguous(b, "b");
   check.dtype(b, "b", a.scalar_type());
@@ -101,15 +101,15 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
       .rows_per_token = rows_per_token,
       .rows_per_input = inputs == num_rows ? 1 : rows_per_token,
       .in = in,
-      .out = rows.out,
+      .out = runs.out,
       .slots = slots,
       .experts = experts,
       .num_expert_ids = expert_tokens * rows_per_token,
       .max_rank = max_rank,
       .x_stride = x.stride(0),
       .y_stride = y.stride(0),
-      .run = rows.run,
-      .run_stride = rows.run_stride,
+      .run = runs.run,
+      .run_stride = runs.run_stride,
       .eps = static_cast<float>(eps),
       .dtype = dtype,
       .weight_dtype = weight_dtype,
@@ -120,7 +120,7 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
   } else if (ranks) {
     params.ranks = indices(check, *ranks, "ranks", {slots});
   }
-  if (num_rows == 0 || rows.out == 0 || max_rank == 0) return;
+  if (num_rows == 0 || runs.out == 0 || max_rank == 0) return;
   Tensor hidden;
   if (gpu_of(x) != nullptr) {
     hidden = new_tensor(x, {num_rows, max_rank}, ScalarType::Float);

@@ -70,7 +70,9 @@ Fiber pooled_fiber(size_t set, size_t i) {
 void prepare(Fiber& fiber, void (*entry)()) {
   char* const stack = static_cast<char*>(fiber.stack);
 #if defined(EMULATION_ADDRESS)
-  __asan_unpoison_memory_region(stack, kStackBytes);
+  // Below the place that it left at, its functions have returned and left nothing poisoned.
+  char* const left = fiber.stack_pointer ? static_cast<char*>(fiber.stack_pointer) : stack;
+  __asan_unpoison_memory_region(left, stack + kStackBytes - left);
   fiber.fake_stack = nullptr;
   fiber.bottom = stack;
   fiber.size = kStackBytes;
