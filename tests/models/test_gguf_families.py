@@ -1,5 +1,6 @@
 """GGUF files of every family against the models of transformers that they were made from, in fp32."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -12,6 +13,7 @@ from support.gguf_unpack_reference import dequantize, random_blocks
 from support.teacher_forcing import log_probabilities
 
 from fastinfer.cli.memory_bounds import Weights
+from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.models.config import Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
@@ -74,6 +76,28 @@ def test_log_probabilities(family: str, tmp_path: Path) -> None:
     got = log_probabilities(load_decoder(checkpoint, Precision.of("float32"), None), some_tokens(), "float32")
     assert (got - reference).abs().max() < 1e-3 * max(1.0, float(reference.std()))
     assert (got.argmax(-1) == reference.argmax(-1)).float().mean() >= 0.99
+
+
+@pytest.mark.parametrize("name", ["attn_norm.bias", "attn_sub_norm.weight"])
+def test_a_tensor_that_nothing_reads(name: str, tmp_path: Path) -> None:
+    """Without it the text would be wrong."""
+    write_gguf(tmp_path / "model.gguf", make_model("qwen3"))
+    file = GGUFFile(tmp_path / "model.gguf")
+    norm = file.tensors["blk.1.attn_norm.weight"]
+    file.tensors[f"blk.1.{name}"] = replace(norm, name=f"blk.1.{name}")
+    with pytest.raises(UnsupportedModelError, match=rf"tensor 'blk.1.{name}' is not supported for qwen3$"):
+        load_decoder(GGUFCheckpoint(file), Precision.of("float32"), None)
+    file.tensors[f"blk.9.{name}"] = file.tensors.pop(f"blk.1.{name}")  # of a layer for further tokens
+    load_decoder(GGUFCheckpoint(file), Precision.of("float32"), None)
+
+
+def test_keys_that_a_layer_shares_are_not_needed(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model("gemma4-inputs"))
+    file = GGUFFile(tmp_path / "model.gguf")
+    layer = next(i for i, kept in enumerate(GGUFCheckpoint(file).config.kv_layers) if kept != i)
+    name = f"blk.{layer}.attn_k.weight"
+    file.tensors.setdefault(name, replace(file.tensors["blk.0.attn_k.weight"], name=name))
+    load_decoder(GGUFCheckpoint(file), Precision.of("float32"), None)
 
 
 # Types of matrices by the last part of their names. Gate and up of one form, of two that become one, and of two tables.

@@ -64,6 +64,9 @@ class RandomCheckpoint:
     def layout(self, layer: int) -> str:
         return "all the same"
 
+    def unread(self) -> list[str]:
+        return []
+
     def release(self) -> None:
         pass
 

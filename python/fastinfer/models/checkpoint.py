@@ -113,6 +113,10 @@ class Checkpoint(Protocol):
         """Return names, shapes and types of a layer's tensors; layers with equal layouts take the same memory."""
         ...
 
+    def unread(self) -> list[str]:
+        """Return the stored names of tensors of layers that nothing has read, for files that have no others."""
+        ...
+
     def release(self) -> None:
         """Free the memory of data that was read."""
         ...

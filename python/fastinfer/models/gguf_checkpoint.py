@@ -120,6 +120,7 @@ class GGUFCheckpoint:
         self._exact = exact
         self.path: Path = file.path
         self.config = read_gguf_config(file)
+        self._read: set[str] = set()
 
     @property
     def files(self) -> list[Path]:
@@ -207,8 +208,23 @@ class GGUFCheckpoint:
             if name.startswith(prefix)
         )
 
+    def unread(self) -> list[str]:
+        return [
+            name
+            for name in self._loaded_names()
+            if name.startswith("blk.") and name not in self._read and not self._is_spare(name)
+        ]
+
     def release(self) -> None:
         self.file.release()
+
+    def _is_spare(self, name: str) -> bool:
+        """Return whether a layer does without a tensor that files may have."""
+        _, number, part = name.split(".", 2)
+        if part == "attn_kv_b.weight":  # also stored in two parts
+            return f"blk.{number}.attn_k_b.weight" in self._read
+        layer = decoder_layers(self.config)[int(number)]
+        return self.config.kv_layer(layer) != layer and part.startswith(("attn_k.", "attn_v.", "attn_k_norm."))
 
     def _loaded_names(self) -> Iterator[str]:
         """Return the names of the tensors that are loaded."""
@@ -337,6 +353,7 @@ class GGUFCheckpoint:
         tensor = self.file.tensors.get(name)
         if tensor is None:
             raise GGUFFormatError(f"{self.path}: tensor {name!r} is missing")
+        self._read.add(name)
         return tensor
 
 

@@ -180,6 +180,9 @@ class HFCheckpoint:
             layout |= {(f"{place}.{name.removeprefix(prefix)}", *self.tensors.header(name)) for name in names}
         return frozenset(layout)
 
+    def unread(self) -> list[str]:
+        return []  # folders of quantised models have tensors that are not needed
+
     def release(self) -> None:
         self._packed_experts = {}
         self.tensors.release()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from fastinfer.errors import RequestError
+from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.models.attention_loader import load_attention
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
@@ -41,11 +41,16 @@ def load_decoder(
         device: device of the weights.
 
     Raises:
-        UnsupportedModelError: the form of a tensor is not implemented.
+        UnsupportedModelError: the form of a tensor is not implemented, or a GGUF file's layer has a tensor that nothing
+            reads, without which the text would be wrong.
         GGUFFormatError, CheckpointFormatError: a tensor is missing or does not have the shape that follows from the
             metadata.
     """
-    return DecoderLoader(LayerReader(checkpoint, precision, device), max_model_len).decoder()
+    decoder = DecoderLoader(LayerReader(checkpoint, precision, device), max_model_len).decoder()
+    if unread := checkpoint.unread():
+        architecture = checkpoint.config.architecture
+        raise UnsupportedModelError(f"{checkpoint.path}: tensor {unread[0]!r} is not supported for {architecture}")
+    return decoder
 
 
 class DecoderLoader:

@@ -111,6 +111,10 @@ class ShardedCheckpoint:
         """Return the layout of the whole layer."""
         return self._whole.layout(layer)
 
+    def unread(self) -> list[str]:
+        """Return none: a rank does not read the experts of others."""
+        return []
+
     def release(self) -> None:
         """Free the memory of data that was read."""
         self._whole.release()
