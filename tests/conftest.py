@@ -70,8 +70,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the emulated AVX-512 kernels run the first and a fixed share of each test's cases: they are up to fifty times
     slower than real ones, and differ from tested ones in few lines. Under a sanitizer, run the cases that ``covering``
-    chooses, and no test that only repeats its draws, unless FASTINFER_SANITIZED_CASES is "all".
-    FASTINFER_EMULATION_PART, "1/4", is the part of these cases that this process runs.
+    chooses, and no test that only repeats the kernels of others, to count draws or to compare bits, unless
+    FASTINFER_SANITIZED_CASES is "all". FASTINFER_EMULATION_PART, "1/4", is the part of these cases that this process
+    runs.
     """
     part, parts = map(int, os.environ.get("FASTINFER_EMULATION_PART", "1/1").split("/"))
     sanitizer = os.environ.get("FASTINFER_SANITIZER")
@@ -84,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [case for case in cases if not case.get_closest_marker("avx512")]
         kept.update(case for case in emulated if case is emulated[0] or number_of(case) % 5 == 0)
         if sanitizer and os.environ.get("FASTINFER_SANITIZED_CASES") != "all":
-            others = [case for case in others if not case.get_closest_marker("many_draws")]
+            others = [case for case in others if not case.get_closest_marker("repeats")]
             others = covering(others, ("thread", "address").index(sanitizer))
         kept.update(case for case in others if number_of(case) % parts == part - 1)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def run(*command: str | Path, isa: str | None = None) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
 
 
+@cache
 def cpu_info(isa: str) -> dict[str, Any]:
     """As a process under FASTINFER_CPU_ISA sees it, which does not hide anything where it is empty."""
     done = run("-c", "import json, torch; from fastinfer import _C; print(json.dumps(_C.cpu_info()))", isa=isa)

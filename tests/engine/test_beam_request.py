@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,11 @@ from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 PROMPTS = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(1 + 5 * i % 23)] for i in range(6)]
 
 
+@cache
+def logprobs_after(*tokens: int) -> list[float]:
+    return logits_of(list(tokens)).log_softmax(0).tolist()
+
+
 class Beam(NamedTuple):
     score: float
     logprob: float
@@ -35,8 +41,7 @@ def search(prompt: list[int], width: int, max_tokens: int, penalty: float, eos: 
     for length in range(1, max_tokens + 1):
         candidates = []
         for beam in beams:
-            logprobs = logits_of([*prompt, *beam.tokens]).log_softmax(0).tolist()
-            for token, logprob in enumerate(logprobs):
+            for token, logprob in enumerate(logprobs_after(*prompt, *beam.tokens)):
                 total = beam.logprob + logprob
                 candidates.append(Beam(total / length**penalty, total, [*beam.tokens, token]))
         candidates.sort(key=lambda beam: -beam.logprob)
@@ -190,7 +195,7 @@ def test_abort_at_any_step_gives_the_best_texts_so_far(budget: int, penalty: flo
             for index, completion in enumerate(output.outputs):
                 tokens, total = completion.token_ids, 0.0
                 for length, token in enumerate(tokens):
-                    total += logits_of([*prompt, *tokens[:length]]).log_softmax(0)[token].item()
+                    total += logprobs_after(*prompt, *tokens[:length])[token]
                 assert completion.index == index
                 assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
                 ended = tokens[-1:] == [EOS_ID]

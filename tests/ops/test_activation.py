@@ -104,6 +104,7 @@ def test_nan_stays_in_its_element(name: str, device: str) -> None:
     assert OPERATORS[name][0](x).isnan().nonzero().tolist() == [[0, 5], [1, 18]]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_row_does_not_depend_on_its_batch_or_the_threads(name: str, device: str) -> None:
     operator = OPERATORS[name][0]

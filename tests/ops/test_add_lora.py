@@ -164,6 +164,7 @@ def test_rows_without_an_adapter_keep_every_bit(ids: list[int], device: str) -> 
     assert_bitwise(out.view(torch.int32), y.view(torch.int32))
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_is_the_same_in_any_batch(dtype: torch.dtype, device: str) -> None:
     tokens, features, out = 61, 200, 340

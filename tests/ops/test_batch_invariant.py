@@ -88,6 +88,7 @@ def test_attention_is_right(name: str, heads: tuple[int, int], head_dim: int, de
         )
 
 
+@pytest.mark.repeats
 @pytest.mark.usefixtures("invariant")
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.int8])
 @pytest.mark.parametrize("window", [0, 200])
@@ -126,6 +127,7 @@ def test_attention_beside_other_sequences(device: str) -> None:
         assert_bitwise(alone.run(), together[begin:end])
 
 
+@pytest.mark.repeats
 @pytest.mark.usefixtures("invariant")
 def test_a_plan_keeps_what_it_was_made_for(device: str) -> None:
     """A plan from within serves outside, and for calls after each other."""

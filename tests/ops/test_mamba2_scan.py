@@ -136,12 +136,14 @@ def test_a_stored_state_is_that_of_a_step_which_ends_there(batch: str, sizes: tu
     assert_snapshots(slots, run, state, device)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[2]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_do_not_change_a_bit(dtype: torch.dtype, sizes: tuple[int, ...], device: str) -> None:
     assert_cuts(37, run_on(37, sizes, dtype, device), states(3, sizes, device), device)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_and_threads_do_not_change_a_bit(dtype: torch.dtype, device: str) -> None:
     slots, sizes = BATCHES["mixed"], SIZES[2]

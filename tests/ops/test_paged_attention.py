@@ -166,6 +166,7 @@ bitwise_or_close = per_device(
 )
 
 
+@pytest.mark.repeats
 @bitwise_or_close
 @pytest.mark.parametrize("window", [0, 200])
 def test_whole_chunked_and_decoded_are_equal(
@@ -188,6 +189,7 @@ def test_whole_chunked_and_decoded_are_equal(
             torch.testing.assert_close(rows.run(window=window), expected[begin:end], **close)
 
 
+@pytest.mark.repeats
 @bitwise_or_close
 def test_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype, close: dict[str, float], device: str) -> None:
     batch = make_batch(BATCHES["mixed"] + BATCHES["decode"], dtype=dtype, device=device)

@@ -145,7 +145,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.many_draws
+@pytest.mark.repeats
 @pytest.mark.parametrize("vary", ["positions", "seeds"])
 @pytest.mark.parametrize("parameters", FILTERS, ids=str)
 def test_distribution(parameters: dict[str, Any], vary: str, device: str) -> None:
@@ -194,7 +194,7 @@ def test_more_equals_than_can_be_sorted(parameters: dict[str, Any], device: str)
             assert_wins(int(token), row.cpu(), 0, position, **DEFAULTS | parameters)
 
 
-@pytest.mark.many_draws
+@pytest.mark.repeats
 @pytest.mark.parametrize("vocab", [200, 1000])
 def test_neighbours_are_equally_likely(vocab: int, device: str) -> None:
     """Places within the blocks and groups of which the noise is made."""
@@ -231,7 +231,7 @@ def pairs_of_distributions() -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-@pytest.mark.many_draws
+@pytest.mark.repeats
 @pytest.mark.parametrize("case", range(len(pairs_of_distributions())), ids=list(pairs_of_distributions()))
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.7, "top_k": 40, "top_p": 0.95}], ids=str)
 def test_two_distributions_agree(case: int, parameters: dict[str, Any], device: str) -> None:
@@ -332,7 +332,7 @@ def test_the_cut_is_found_at_any_scale(parameters: dict[str, Any], place: float,
     assert_wins(int(token), row.cpu(), 0, 0, **DEFAULTS | {"temperature": temperature} | parameters)
 
 
-@pytest.mark.many_draws
+@pytest.mark.repeats
 def test_ties_at_the_cut_keep_the_smaller_ids(device: str) -> None:
     row = torch.zeros(100, device=device)
     assert set(draw(row, 100, top_k=3).tolist()) == {0, 1, 2}
@@ -436,7 +436,7 @@ def test_each_modifier_may_be_missing(given: set[str], device: str) -> None:
     assert_bitwise(tokens, expected.argmax(-1))
 
 
-@pytest.mark.many_draws
+@pytest.mark.repeats
 def test_a_mask_forbids(device: str) -> None:
     row = torch.zeros(100, device=device)
     row[2] = 5.0
@@ -591,7 +591,7 @@ def test_a_row_depends_on_its_seed_and_position_alone(vocab: int, device: str) -
         )
 
 
-@pytest.mark.many_draws
+@pytest.mark.repeats
 def test_random_numbers_of_different_keys_are_independent(device: str) -> None:
     """Two streams over 16 equal tokens agree in 1 of 16 draws; the seed's upper half, sign and position all count."""
     row, count = torch.zeros(16, device=device), 150 if emulated() else 4000

@@ -126,6 +126,7 @@ def test_attention_to_chosen_pages(device: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(found[token, own], alone[0], **close)
 
 
+@pytest.mark.repeats
 def test_a_token_does_not_depend_on_the_others(device: str) -> None:
     batch = make_batch([(1, 900), (3, 513), (4, 700)], device=device)
     bounds = bounds_of(batch)

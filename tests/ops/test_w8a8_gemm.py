@@ -129,6 +129,7 @@ def test_scales_that_are_not_finite_show_in_their_row_alone(device: str) -> None
     assert_bitwise(out[others], clean[others])
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("fusion", ["plain", "bias+silu", "residual"])
 def test_a_row_does_not_depend_on_its_batch_or_the_threads(fusion: str, device: str) -> None:
     case = random_case(33, 96, 1056, device)

@@ -1,7 +1,7 @@
 """Errors that are raised at a given line of the engine."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,15 +28,23 @@ def lines_of(code: CodeType) -> frozenset[int | None]:
 
 
 class Tracer:
-    """Calls a step with a trace function that may raise at one line; without a line, at the nth of all."""
+    """Calls a step with a trace function that may raise at one line; without a line, at the nth of all.
 
-    def __init__(self, line: Line | None = None, occurrence: int = 0, error: type[BaseException] = Fault) -> None:
+    With ``call`` it traces that call alone, counted from 1, and ``occurrence`` is one within it.
+    """
+
+    def __init__(
+        self, line: Line | None = None, occurrence: int = 0, error: type[BaseException] = Fault, call: int | None = None
+    ) -> None:
         self.seen: Counter[Line] = Counter()
-        self.line, self.occurrence, self.error = line, occurrence, error
+        self.calls: defaultdict[Line, list[int]] = defaultdict(list)  # for each time that a line ran, the call
+        self.line, self.occurrence, self.error, self.call = line, occurrence, error, call
+        self.num_calls = 0
         self.has_raised = False
 
     def __call__(self, function: Callable[[], Any]) -> Any:
-        if self.has_raised:
+        self.num_calls += 1
+        if self.has_raised or self.call not in (None, self.num_calls):
             return function()
         before = sys.gettrace()
         sys.settrace(self._enter)
@@ -56,6 +64,7 @@ class Tracer:
         if event == "line" and not self.has_raised:
             line = frame.f_code.co_filename, frame.f_lineno
             self.seen[line] += 1
+            self.calls[line].append(self.num_calls)
             count = self.seen.total() if self.line is None else self.seen[self.line]
             if self.line in (None, line) and count == self.occurrence:
                 self.has_raised = True
