@@ -36,7 +36,7 @@ __device__ void prefill(const PagedAttentionParams& p, WorkCursor& cursor) {
   WorkPosition at = cursor.at;
   at.seq = static_cast<int>(opaque(at.seq));
   const WorkItem item(p, at, cursor.units);
-  write_results<T, kHeadDim, 4>(p, item, cursor.units, PrefillShared<T, kKind, kHeadDim>::results(), 1);
+  write_results<T, kHeadDim, false>(p, item, cursor.units, PrefillShared<T, kKind, kHeadDim>::results(), 1);
   __syncthreads();  // shared memory is used again
   cursor.next(p, item.tiles);
 }

@@ -338,7 +338,7 @@ __device__ void decode(const PagedAttentionParams& p, WorkCursor& cursor) {
     const auto results = Shared::results(stage);
     attention.store(results);
     __syncthreads();
-    write_results<T, kHeadDim, 1>(p, item, left, results, attention.kPartials);
+    write_results<T, kHeadDim, true>(p, item, left, results, attention.kPartials);
     __syncthreads();  // shared memory is used again
     if (Shared::kShareStage) load(stage);
     if (!more) break;

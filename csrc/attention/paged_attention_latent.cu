@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   while (!cursor.ended()) {
     const WorkItem item(p, cursor.at, cursor.units);
     LatentAttention<T, kHeadDim>::run(p, item);
-    write_results<T, kHeadDim, 1>(p, item, cursor.units, LatentShared<kHeadDim>::results(), 1);
+    write_results<T, kHeadDim, true>(p, item, cursor.units, LatentShared<kHeadDim>::results(), 1);
     __syncthreads();  // shared memory is used again
     cursor.next(p, item.tiles);
   }

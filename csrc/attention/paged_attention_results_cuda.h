@@ -49,40 +49,49 @@ struct WorkspaceResults {
 };
 
 // Merges `parts` results of each row, of which row + part * part_rows is the row in `results(part)`, and passes each to
-// store, eight columns at a time. A thread has kAtOnce such pieces at a time, whose loads do not wait for each other.
-template <int kHeadDim, int kAtOnce, class Results, class Store>
+// store, kColumns at a time. A thread has kPieces such pieces at a time, and kParts parts of each: their loads do not
+// wait for each other.
+template <int kHeadDim, int kColumns, int kPieces, int kParts, class Results, class Store>
 __device__ void merge(int rows, int parts, int part_rows, const Results& results, const Store& store) {
-  constexpr int kChunks = value_columns(kHeadDim) / 8, kPartsAtOnce = kAtOnce == 1 ? 4 : 1;
-  const int count = rows * kChunks;
-  for (int first = threadIdx.x; first < count; first += kAtOnce * kAttentionThreads) {
-    OnlineSoftmax<float> softmax[kAtOnce];
-    Vector<float, 8> values[kAtOnce]{};
+  constexpr int kRowPieces = value_columns(kHeadDim) / kColumns;
+  const int count = rows * kRowPieces;
+  for (int first = threadIdx.x; first < count; first += kPieces * kAttentionThreads) {
+    OnlineSoftmax<float> softmax[kPieces];
+    Vector<float, kColumns> values[kPieces]{};
     // Behind the last piece it comes again.
     const auto piece = [&](int i) { return min(first + i * kAttentionThreads, count - 1); };
-#pragma unroll kPartsAtOnce
-    for (int j = 0; j < parts; ++j) {
+    for (int begin = 0; begin < parts; begin += kParts) {
+      OnlineSoftmax<float> added[kPieces][kParts];
+      Vector<float, 4> added_values[kPieces][kParts][kColumns / 4];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        softmax[i].maximum = fmaxf(softmax[i].maximum, results(j).maximum(piece(i) / kChunks + j * part_rows));
+      for (int j = 0; j < kParts; ++j) {
+        const int part = min(begin + j, parts - 1);  // behind the last one it comes again, without a weight
+        const auto from = results(part);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          const int row = piece(i) / kRowPieces + part * part_rows, column = piece(i) % kRowPieces * kColumns;
+          if (begin + j < parts) added[i][j] = {from.maximum(row), from.sum(row)};
+          for (int k = 0; k < kColumns; k += 4) added_values[i][j][k / 4] = load_vector<4>(from.at(row, column + k));
+        }
       }
-    }
-#pragma unroll kPartsAtOnce
-    for (int j = 0; j < parts; ++j) {
-      const auto part = results(j);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int row = piece(i) / kChunks + j * part_rows, column = piece(i) % kChunks * 8;
-        const float weight = softmax[i].add({part.maximum(row), part.sum(row)}, Exp2{});
-        for (int half = 0; half < 2; ++half) {
-          const auto v = load_vector<4>(part.at(row, column + 4 * half));
-          for (int k = 0; k < 4; ++k) values[i].values[4 * half + k] += weight * v.values[k];
+      for (int i = 0; i < kPieces; ++i) {
+        float largest = softmax[i].maximum;
+#pragma unroll
+        for (int j = 0; j < kParts; ++j) largest = fmaxf(largest, added[i][j].maximum);
+        const float factor = softmax[i].raise_maximum(largest, Exp2{});
+        for (float& value : values[i].values) value *= factor;
+#pragma unroll
+        for (int j = 0; j < kParts; ++j) {
+          const float weight = softmax[i].add(added[i][j], Exp2{});
+          for (int k = 0; k < kColumns; ++k) values[i].values[k] += weight * added_values[i][j][k / 4].values[k % 4];
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kPieces; ++i) {
       if (first + i * kAttentionThreads >= count) break;
-      store(piece(i) / kChunks, piece(i) % kChunks * 8, softmax[i], values[i].values);
+      store(piece(i) / kRowPieces, piece(i) % kRowPieces * kColumns, softmax[i], values[i].values);
     }
   }
 }
@@ -103,10 +112,10 @@ __device__ void store_rows(int rows, const Results& results, const Store& store)
   }
 }
 
-// Adds the sink, divides by the sum, and writes eight columns of the output; the first ones' thread writes the lse.
-template <class T>
+// Adds the sink, divides by the sum, and writes some columns of the output; the thread of the first ones writes the lse.
+template <class T, int kCount>
 __device__ void store_output(const PagedAttentionParams& p, int64_t token, int head, int column,
-                             OnlineSoftmax<float> softmax, const float (&values)[8]) {
+                             OnlineSoftmax<float> softmax, const float (&values)[kCount]) {
   float factor = 1.0f;
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head] * kLog2e;
@@ -115,8 +124,8 @@ __device__ void store_output(const PagedAttentionParams& p, int64_t token, int h
   }
   factor = softmax.sum == 0.0f ? 0.0f : factor / softmax.sum;  // the sum is 0 where no position is visible
   const int64_t row = token * p.q_heads + head;
-  Vector<T, 8> out;
-  for (int k = 0; k < 8; ++k) out.values[k] = from_float<T>(values[k] * factor);
+  Vector<T, kCount> out;
+  for (int k = 0; k < kCount; ++k) out.values[k] = from_float<T>(values[k] * factor);
   store_vector(static_cast<T*>(p.out) + row * p.value_dim + column, out);
   if (p.lse != nullptr && column == 0) {
     p.lse[row] = softmax.sum == 0.0f ? kNegInf : (softmax.maximum + log2f(softmax.sum)) / kLog2e;
@@ -125,19 +134,25 @@ __device__ void store_output(const PagedAttentionParams& p, int64_t token, int h
 
 // Writes what the block has of an item: the output if it is all, else into the workspace, where the block that comes
 // last merges all parts, in their order. `left`: units of the stretch from the item on. The results hold `partials` for
-// each row, kDecodeRows apart. kAtOnce: see merge.
-template <class T, int kHeadDim, int kAtOnce, class Results>
+// each row, kDecodeRows apart.
+template <class T, int kHeadDim, bool kFewRows, class Results>
 __device__ void write_results(const PagedAttentionParams& p, const WorkItem& item, int left, const Results& results,
                               int partials) {
-  const auto store_final = [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
+  const auto store_final = [&]<int kCount>(int row, int column, const OnlineSoftmax<float>& softmax,
+                                           const float (&values)[kCount]) {
     const int query_row = item.rows.row_begin + row, group = item.queries.group, query = quotient(query_row, group);
     store_output<T>(p, item.queries.first_query + query, item.at.head * group + query_row - query * group, column,
                     softmax, values);
   };
   const auto own_results = [&](int) { return results; };
+  // Of few rows many parts at once, of many rows many pieces.
+  constexpr int kColumns = kFewRows ? 4 : 8, kPieces = kFewRows ? 1 : 4;
+  const auto merge_own = [&](const auto& store) {
+    merge<kHeadDim, kColumns, kPieces, kFewRows ? 4 : 1>(item.row_count(), partials, kDecodeRows, own_results, store);
+  };
   if (item.tiles == item.rows.kv_tiles) {
     if (partials == 1) return store_rows<kHeadDim>(item.row_count(), results, store_final);
-    return merge<kHeadDim, kAtOnce>(item.row_count(), partials, kDecodeRows, own_results, store_final);
+    return merge_own(store_final);
   }
   // Blocks first .. last have parts: the first one at its stretch's end, the others at their begin.
   const PlanView plan(p.plan, p.blocks, p.seqs);
@@ -149,17 +164,14 @@ __device__ void write_results(const PagedAttentionParams& p, const WorkItem& ite
     return WorkspaceResults<kHeadDim>{p.workspace + (2 * (first + part) + (part == 0)) * partial_floats(kHeadDim)};
   };
   const auto own = part_of(static_cast<int>(blockIdx.x) - first);
-  merge<kHeadDim, kAtOnce>(item.row_count(), partials, kDecodeRows, own_results,
-                           [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
-                             for (int half = 0; half < 2; ++half) {
-                               Vector<float, 4> v;
-                               for (int k = 0; k < 4; ++k) v.values[k] = values[4 * half + k];
-                               store_vector(own.at(row, column + 4 * half), v);
-                             }
-                             if (column == 0) own.maximum(row) = softmax.maximum, own.sum(row) = softmax.sum;
-                           });
+  merge_own([&]<int kCount>(int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[kCount]) {
+    for (int k = 0; k < kCount; k += 4) {
+      store_vector(own.at(row, column + k), Vector<float, 4>{values[k], values[k + 1], values[k + 2], values[k + 3]});
+    }
+    if (column == 0) own.maximum(row) = softmax.maximum, own.sum(row) = softmax.sum;
+  });
   if (!last_to_arrive(plan.arrived + first, parts)) return;
-  merge<kHeadDim, kAtOnce>(item.row_count(), parts, 0, part_of, store_final);
+  merge<kHeadDim, kColumns, kPieces, kFewRows ? 8 : 1>(item.row_count(), parts, 0, part_of, store_final);
 }
 
 }  // namespace fastinfer::cuda

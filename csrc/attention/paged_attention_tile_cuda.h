@@ -113,6 +113,11 @@ class TileLoader {
 
   // Start the copy of the present tile, or of its K or V alone.
   __device__ void copy(const Stage<kKind, kHeadDim>& to) const {
+    if constexpr (kKind == CacheQuantization::kNone && Row::kChunks % 8 == 0) {
+      copy_eights<false>(p_.k_cache, to.keys());
+      copy_eights<false>(p_.v_cache, to.values());
+      return;
+    }
     for_each_chunk<Row::kBytes>([&](int row, int byte, int64_t offset, bool valid) {
       const int place = chunk_offset<Row::kChunks>(row, byte / 16) + byte % 16;
       copy_chunk<kChunkOf<Row::kBytes>>(to.keys() + place, p_.k_cache, offset, valid);
@@ -131,22 +136,12 @@ class TileLoader {
                valid);
     });
   }
-  // The same to the places of prefill. In panels a lane's copies differ by constants.
+  // The same to the places of prefill.
   __device__ void copy_panels(const void* cache, unsigned char* to) const {
-    constexpr int kChunks = Row::kChunks, kLanes = kChunks < kWarpSize ? kChunks : kWarpSize;
-    if constexpr (kChunks % 8 != 0) return copy_floats(cache, to);
-    static_assert(kChunks % 8 != 0 || kWarpSize % kLanes == 0);
-    const int lane = static_cast<int>(opaque(threadIdx.x) % kWarpSize), lane_row = lane / kLanes,
-              lane_chunk = lane % kLanes, slot_bytes = Row::kBytes * p_.kv_heads;
-    const auto* const from = opaque(static_cast<const unsigned char*>(cache) + (head_ * Row::kBytes + lane_chunk * 16));
-    const int place = panel_offset<kChunks, kTile>(warp_row() + lane_row, lane_chunk), own_slot = this->slot();
-#pragma unroll
-    for (int row = 0; row < kRows; row += kWarpSize / kLanes) {
-      const int slot = __shfl_sync(kFullMask, own_slot, row + lane_row);
-      for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
-        cp_async(to + row * 128 + chunk / 8 * (kTile * 128) + (place ^ row % 8 * 16),
-                 from + (int64_t{slot} * slot_bytes + chunk * 16), slot >= 0);
-      }
+    if constexpr (Row::kChunks % 8 == 0) {
+      copy_eights<true>(cache, to);
+    } else {
+      copy_floats(cache, to);
     }
   }
 
@@ -160,6 +155,28 @@ class TileLoader {
     const int number = quotient(position, size);
     page_ = p_.block_table[table_row_ * p_.max_blocks + number];
     in_page_ = position - number * size;
+  }
+
+  // Rows of whole 128 bytes, of decode or in the panels of prefill: a lane's copies differ by constants.
+  template <bool kPanels>
+  __device__ void copy_eights(const void* cache, unsigned char* to) const {
+    constexpr int kChunks = Row::kChunks, kLanes = kChunks < kWarpSize ? kChunks : kWarpSize;
+    constexpr int kRowBytes = kPanels ? 128 : kChunks * 16, kEightBytes = kPanels ? kTile * 128 : 128;
+    static_assert(kWarpSize % kLanes == 0);
+    const int lane = static_cast<int>(opaque(threadIdx.x) % kWarpSize), lane_row = lane / kLanes,
+              lane_chunk = lane % kLanes, slot_bytes = Row::kBytes * p_.kv_heads;
+    const auto* const from = opaque(static_cast<const unsigned char*>(cache) + (head_ * Row::kBytes + lane_chunk * 16));
+    const int row0 = warp_row() + lane_row, own_slot = this->slot();
+    const int place =
+        kPanels ? panel_offset<kChunks, kTile>(row0, lane_chunk) : chunk_offset<kChunks>(row0, lane_chunk);
+#pragma unroll
+    for (int row = 0; row < kRows; row += kWarpSize / kLanes) {
+      const int slot = __shfl_sync(kFullMask, own_slot, row + lane_row);
+      for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
+        cp_async(to + row * kRowBytes + chunk / 8 * kEightBytes + (place ^ row % 8 * 16),
+                 from + (int64_t{slot} * slot_bytes + chunk * 16), slot >= 0);
+      }
+    }
   }
 
   // The cache's row of this lane's position, negative for none.
