@@ -15,21 +15,22 @@ from support.paths import ROOT
 from emulation import build
 
 PARTS = {"thread": 2, "address": 2}  # of some minutes each
-WITH_PROGRAMS = ("tests/bench", "tests/parallel/test_gpus.py")  # of their own, which load the plain build
+# Of their own, which load the plain build.
+WITH_PROGRAMS = ("tests/bench/test_gpu_rehearsal.py", "tests/parallel/test_gpus.py")
 
 
-def folders() -> list[str]:
-    """Those with emulated tests: to import the tests of all others takes a minute in each process."""
+def files() -> list[str]:
+    """Those with emulated tests: to import all others takes a minute in each process."""
     tests = (ROOT / "tests").rglob("test_*.py")
-    emulated = {path.parent for path in tests if re.search(r'"emulated"|mark\.emulated', path.read_text())}
-    return sorted({str(folder.relative_to(ROOT)) for folder in emulated} - {*WITH_PROGRAMS})
+    emulated = [path for path in tests if re.search(r'"emulated"|mark\.emulated', path.read_text())]
+    return sorted({str(path.relative_to(ROOT)) for path in emulated} - {*WITH_PROGRAMS})
 
 
 def main(arguments: list[str]) -> int:
     for sanitizer in PARTS:
         build.build(sanitizer)
     has_paths = any(Path(ROOT, argument.partition("::")[0]).exists() for argument in arguments)
-    selection = [*([] if has_paths else folders()), "-m", "emulated"]
+    selection = [*([] if has_paths else files()), "-m", "emulated"]
     jobs = [
         sanitizers.Job(
             f"{sanitizer} {part}/{parts}",

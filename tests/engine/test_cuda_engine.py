@@ -294,7 +294,8 @@ MIXED_PROMPTS = [
     [(5 * i + 3 * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 6, 70, 13, 36, 17))
 ]
 deterministic = partial(Forced, deterministic=True)
-serve_mixed = partial(serve, prompts=MIXED_PROMPTS, params=replace(PARAMS, max_tokens=12))
+# Each text goes from one block to the next.
+serve_mixed = partial(serve, prompts=MIXED_PROMPTS, params=replace(PARAMS, max_tokens=9))
 
 
 def graphed(device: str, **limits: Any) -> Forced:

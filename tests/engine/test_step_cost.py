@@ -109,7 +109,9 @@ def assert_same(short: Cost, long: Cost, length: int) -> None:
 )
 def test_generated_tokens(fields: dict[str, Any], draft: str | None) -> None:
     drafts = {} if draft is None else {"num_speculative_tokens": 2}
-    engine = flat_engine(draft == "draft model", max_num_seqs=4, num_kv_blocks=400, max_model_len=6000, **drafts)
+    engine = flat_engine(
+        draft == "draft model", max_num_seqs=4, num_kv_blocks=800, max_model_len=6000, block_size=16, **drafts
+    )
     if draft:
         always_speculate(engine)
     for index in range(2):
@@ -122,16 +124,16 @@ def test_generated_tokens(fields: dict[str, Any], draft: str | None) -> None:
         return typical_cost(engine.step)
 
     engine.step()
-    assert_same(run_to(300), run_to(3300), 3000)
+    assert_same(run_to(300), run_to(2300), 2000)
 
 
 def test_the_counts_see_a_copy() -> None:
     """The checks above would fail for a step that copies its tokens, or walks them."""
-    tokens = list(range(3300))
+    tokens = list(range(2300))
     for kind in (list, partial(array, "i")):
-        short, long = (typical_cost(lambda kind=kind, n=n: kind(tokens[:n])) for n in (300, 3300))
+        short, long = (typical_cost(lambda kind=kind, n=n: kind(tokens[:n])) for n in (300, 2300))
         with pytest.raises(AssertionError):
-            assert_same(short, long, 3000)
+            assert_same(short, long, 2000)
     manager = block_manager(1000, 4)
     short, long = (cost_of(lambda n=n: [manager.pools[0].take() for _ in range(n)]) for n in (10, 110))
     with pytest.raises(AssertionError):

@@ -1,5 +1,6 @@
 """What the operators' tests share: devices, tolerances, threads and guarded memory."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +24,19 @@ needs_inductor = pytest.mark.skipif(
 )
 
 
+def tested_devices() -> set[str]:
+    """Those for which ``device_fixture`` makes cases: others would only be collected, and left out or skipped."""
+    if "FASTINFER_EMULATION" in os.environ:
+        return {"emulated"}
+    if "FASTINFER_SANITIZER" in os.environ:
+        return {"cpu"}
+    return {"cpu", "avx512", "emulated"} | ({"cuda"} if torch.cuda.is_available() else set())
+
+
 def device_fixture(*names: str) -> Callable[..., Any]:
     """A ``device`` fixture over the devices that an operator has: cpu, avx512, cuda, emulated.
+
+    There are cases for the ``tested_devices`` among them, and for all where there is none.
 
     On "emulated" the tensors lie in host memory and ``fastinfer.ops`` calls the CUDA kernels on the emulator
     (tests/emulation), with blocks in an order that the test's name decides, for tensors made on this device; on
@@ -38,7 +50,9 @@ def device_fixture(*names: str) -> Callable[..., Any]:
         "cuda": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
         "emulated": [pytest.mark.emulated],
     }
-    params = [pytest.param(name, marks=marks[name]) for name in names]
+    tested = tested_devices()
+    cases = [name for name in names if name in tested] or names
+    params = [pytest.param(name, marks=marks[name]) for name in cases]
 
     @pytest.fixture(params=params, name="device")
     def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
