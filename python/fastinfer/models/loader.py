@@ -46,11 +46,7 @@ def load_decoder(
         GGUFFormatError, CheckpointFormatError: a tensor is missing or does not have the shape that follows from the
             metadata.
     """
-    decoder = DecoderLoader(LayerReader(checkpoint, precision, device), max_model_len).decoder()
-    if unread := checkpoint.unread():
-        architecture = checkpoint.config.architecture
-        raise UnsupportedModelError(f"{checkpoint.path}: tensor {unread[0]!r} is not supported for {architecture}")
-    return decoder
+    return DecoderLoader(LayerReader(checkpoint, precision, device), max_model_len).decoder()
 
 
 class DecoderLoader:
@@ -75,8 +71,9 @@ class DecoderLoader:
         """Read all weights and build the decoder."""
         embedding = self.embedding()
         head = self.lm_head()
-        draft_tokens = self._reader.checkpoint.draft_tokens()
-        return Decoder(
+        checkpoint = self._reader.checkpoint
+        draft_tokens = checkpoint.draft_tokens()
+        decoder = Decoder(
             config=self._config,
             dtype=self._reader.precision.dtype,
             exact=self._reader.precision.exact,
@@ -89,6 +86,10 @@ class DecoderLoader:
             draft_tokens=None if draft_tokens is None else draft_tokens.to(self._reader.device),
             per_layer_inputs=self.per_layer_inputs(),
         )
+        if unread := checkpoint.unread():
+            architecture = self._config.architecture
+            raise UnsupportedModelError(f"{checkpoint.path}: tensor {unread[0]!r} is not supported for {architecture}")
+        return decoder
 
     def embedding(self) -> Weight:
         """Read the embedding."""
