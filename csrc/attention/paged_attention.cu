@@ -16,79 +16,17 @@
 // 2023, https://arxiv.org/abs/2301.03598).
 #include "attention/paged_attention.h"
 
-#include "attention/paged_attention_decode_cuda.h"
+#include "attention/paged_attention_kernel_cuda.h"
 #include "attention/paged_attention_latent_cuda.h"
-#include "attention/paged_attention_prefill_cuda.h"
-#include "attention/paged_attention_prefill_wgmma_cuda.h"
-#include "common/cuda/launch.h"
+#include "attention/paged_attention_quantized_cuda.h"
 
 namespace fastinfer::cuda {
-namespace {
-
-// Does the item at the cursor, and moves it on.
-template <class T, CacheQuantization kKind, int kHeadDim>
-__device__ void prefill(const PagedAttentionParams& p, WorkCursor& cursor) {
-  constexpr bool kWgmma = kHasWgmma && prefill_by_warpgroups(kHeadDim);
-  using Attention = std::conditional_t<kWgmma, WgmmaPrefillAttention<T, kKind, kHeadDim>,  //
-                                       PrefillAttention<T, kKind, kHeadDim>>;
-  Attention::run(p, WorkItem(p, cursor.at, cursor.units));
-  // Made again: registers are scarce in the loop over the tiles.
-  WorkPosition at = cursor.at;
-  at.seq = static_cast<int>(opaque(at.seq));
-  const WorkItem item(p, at, cursor.units);
-  write_results<T, kHeadDim, false>(p, item, cursor.units, PrefillShared<T, kKind, kHeadDim>::results(), 1);
-  __syncthreads();  // shared memory is used again
-  cursor.next(p, item.tiles);
-}
-
-template <class T, CacheQuantization kKind, int kHeadDim>
-__global__ void __launch_bounds__(kAttentionThreads, 2)
-    paged_attention_kernel(const __grid_constant__ PagedAttentionParams p) {
-  grid_dependency_wait();
-  grid_dependency_launch();
-  WorkCursor cursor = WorkCursor::first(p);
-  while (!cursor.ended()) {
-    const PlanView plan(p.plan, p.blocks, p.seqs);
-    const bool cuts = plan.header->units_per_block > 0;  // read again: registers are scarce below
-    if (cuts && WorkItem(p, cursor.at, cursor.units).decodes()) {
-      decode<T, kKind, kHeadDim>(p, cursor);
-    } else {
-      prefill<T, kKind, kHeadDim>(p, cursor);
-    }
-  }
-}
-
-template <class T, CacheQuantization kKind>
-void launch_head_dim(const PagedAttentionParams& p, void* stream) {
-  const auto run = [&]<int kHeadDim>() {
-    launch("paged_attention", paged_attention_kernel<T, kKind, kHeadDim>, attention_launch(kHeadDim, p.blocks), stream,
-           p);
-  };
-  switch (p.head_dim) {
-    case 64: return run.template operator()<64>();
-    case 80: return run.template operator()<80>();
-    case 96: return run.template operator()<96>();
-    case 128: return run.template operator()<128>();
-    case 256: return run.template operator()<256>();
-    default: return run.template operator()<512>();
-  }
-}
-
-template <class T>
-void launch_kind(const PagedAttentionParams& p, void* stream) {
-  switch (p.quantization) {
-    case CacheQuantization::kNone: return launch_head_dim<T, CacheQuantization::kNone>(p, stream);
-    case CacheQuantization::kInt8: return launch_head_dim<T, CacheQuantization::kInt8>(p, stream);
-    case CacheQuantization::kFp8: return launch_head_dim<T, CacheQuantization::kFp8>(p, stream);
-    default: return launch_head_dim<T, CacheQuantization::kInt4>(p, stream);
-  }
-}
-
-}  // namespace
 
 void paged_attention(const PagedAttentionParams& p, void* stream) {
   if (has_latents(p.head_dim)) return paged_latent_attention(p, stream);
-  p.dtype == DType::kFloat16 ? launch_kind<__half>(p, stream) : launch_kind<__nv_bfloat16>(p, stream);
+  if (p.quantization != CacheQuantization::kNone) return paged_quantized_attention(p, stream);
+  p.dtype == DType::kFloat16 ? launch_paged_attention<__half, CacheQuantization::kNone>(p, stream)
+                             : launch_paged_attention<__nv_bfloat16, CacheQuantization::kNone>(p, stream);
 }
 
 }  // namespace fastinfer::cuda
