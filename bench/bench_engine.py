@@ -97,6 +97,9 @@ class RandomWeights:
     def layout(self, layer: int) -> str:
         return self._weights
 
+    def unread(self) -> list[str]:
+        return []
+
     def release(self) -> None:
         pass
 
