@@ -112,7 +112,7 @@ __device__ void store_rows(int rows, const Results& results, const Store& store)
   }
 }
 
-// Adds the sink, divides by the sum, and writes some columns of the output; the thread of the first ones writes the lse.
+// Adds the sink, divides by the sum, and writes some columns of the output; the first ones' thread writes the lse.
 template <class T, int kCount>
 __device__ void store_output(const PagedAttentionParams& p, int64_t token, int head, int column,
                              OnlineSoftmax<float> softmax, const float (&values)[kCount]) {
