@@ -114,7 +114,10 @@ class Checkpoint(Protocol):
         ...
 
     def unread(self) -> list[str]:
-        """Return the stored names of tensors of layers that nothing has read, for files that have no others."""
+        """Return the names, in the file, of its layers' tensors that have not been read.
+
+        Empty for a format whose files have tensors that a model does not need.
+        """
         ...
 
     def release(self) -> None:
