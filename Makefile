@@ -30,8 +30,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The environment's own cmake and ninja, not older ones of the system.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-# Modules are compiled when they are first imported; most of torch's and transformers' never are.
+# Modules are compiled when they are first imported, and kept; most of torch's and transformers' never are.
 export PIP_COMPILE := 0
+# Some environments forbid Python to keep what it compiled: each process would then compile all of torch again.
+export PYTHONDONTWRITEBYTECODE :=
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
 .PHONY: demo test test-fast test-isas lint format docs figures cuda emulation sanitize fuzz traces clients ray gpu-check bench clean
