@@ -12,10 +12,8 @@
 
 #include "common/cpu/parallel.h"
 #include "common/cpu/vec.h"
-#include "elementwise/activation_and_mul_cpu.h"
 #include "gemm/gemm.h"
 #include "gemm/unit_partition.h"
-#include "norm/rms_norm_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
@@ -33,17 +31,8 @@ struct FloatRows {
   int64_t stride;
 };
 
-inline void load_row(const GemmParams& p, int64_t row, float* out) {
-  dispatch(p.dtype, [&]<class T>(T) {
-    const T* x = static_cast<const T*>(p.x) + p.expert_rows.x_row(row) * p.x_stride;
-    if (p.norm_weight.data == nullptr) {
-      for_each_vector(p.k, [&](int64_t i, int64_t lanes) { store_lanes(out + i, load_lanes(x + i, lanes), lanes); });
-      return;
-    }
-    dispatch(p.norm_weight.dtype,
-             [&]<class W>(W) { rms_norm_row(x, static_cast<const W*>(p.norm_weight.data), p.k, p.eps, out); });
-  });
-}
+// Writes the row of x after the prologue, fp32 and not padded.
+void load_row(const GemmParams& p, int64_t row, float* out);
 
 // Calls fn(begin, end) for ranges of the rows that are computed, by their places: all but those of experts elsewhere.
 template <class Fn>
@@ -54,55 +43,13 @@ void for_each_row_range(const GemmParams& p, const Fn& fn) {
   parallel_for(last - first, [&](int64_t begin, int64_t end) { fn(first + begin, first + end); });
 }
 
-inline FloatRows float_rows(const GemmParams& p) {
-  const int64_t stride = (p.k + kLanes - 1) / kLanes * kLanes + 16;
-  float* data = scratch_array<float>(kActivations, p.m * stride);
-  for_each_row_range(p, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      load_row(p, row, data + row * stride);
-      std::fill(data + row * stride + p.k, data + (row + 1) * stride, 0.0f);
-    }
-  });
-  return {data, stride};
-}
+// All rows that are computed, in scratch memory.
+FloatRows float_rows(const GemmParams& p);
 
-FASTINFER_INLINE f32v load_vector_arg(const VectorArg& arg, int64_t i, int64_t lanes) {
-  return dispatch(arg.dtype, [&]<class T>(T) { return load_lanes(static_cast<const T*>(arg.data) + i, lanes); });
-}
-
-// sums: [rows, sums_stride], of a unit's tiles; expert 0 is also the only weight. Adds the bias, activates or adds the
-// residual, and stores.
-template <class T>
-void epilogue(const GemmParams& p, int64_t expert, int64_t unit, int64_t row0, int rows, const float* sums,
-              int sums_stride) {
-  const bool gated = p.activation != Activation::kNone;
-  const int64_t width = gated ? p.n / 2 : p.n;
-  const int64_t unit_columns = gated ? kTileRows : sums_stride;
-  const int64_t column0 = unit * unit_columns;
-  const int64_t columns = std::min(unit_columns, width - column0);
-  for_each_vector(columns, [&](int64_t i, int64_t lanes) {
-    f32v bias{}, up_bias{};
-    if (p.bias.data != nullptr) {
-      const int64_t first = expert * p.n + unit * sums_stride + i;
-      bias = load_vector_arg(p.bias, first, lanes);
-      if (gated) up_bias = load_vector_arg(p.bias, first + kTileRows, lanes);
-    }
-    for (int row = 0; row < rows; ++row) {
-      const float* sum = sums + row * sums_stride + i;
-      const int64_t offset = p.expert_rows.out_row(row0 + row) * width + column0 + i;
-      f32v value = load(sum) + bias;
-      if (gated) value = activate_and_mul(p.activation, value, load(sum + kTileRows) + up_bias);
-      if (p.residual != nullptr) value += load_lanes(static_cast<const T*>(p.residual) + offset, lanes);
-      store_lanes(static_cast<T*>(p.out) + offset, value, lanes);
-    }
-  });
-}
-
-// The epilogue for the type of the result.
-inline void finish(const GemmParams& p, int64_t expert, int64_t unit, int64_t row0, int rows, const float* sums,
-                   int sums_stride) {
-  dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, expert, unit, row0, rows, sums, sums_stride); });
-}
+// The epilogue. sums: [rows, sums_stride], of a unit's tiles; expert 0 is also the only weight. Adds the bias,
+// activates or adds the residual, and stores.
+void finish(const GemmParams& p, int64_t expert, int64_t unit, int64_t row0, int rows, const float* sums,
+            int sums_stride);
 
 // Calls fn(expert, first, last, begin, end) for runs of units, first .. last - 1, that together are all units of all
 // experts, with the expert's rows begin .. end - 1: for the experts that have any, so that threads share out evenly

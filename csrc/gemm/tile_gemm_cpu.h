@@ -96,8 +96,7 @@ void run_tile_gemm(const GemmParams& p, const Weights& weights) {
         };
         multiply_panels(registers, {x.at(expert, row0 - place, 0), x.blocks * kTileBytes}, count, x.blocks, unpack,
                         panel, sums);
-        dispatch(p.dtype,
-                 [&]<class T>(T) { epilogue<T>(p, expert, unit, row0, static_cast<int>(count), sums, kUnitRows); });
+        finish(p, expert, unit, row0, static_cast<int>(count), sums, kUnitRows);
       }
     }
   };

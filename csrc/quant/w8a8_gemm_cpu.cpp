@@ -96,9 +96,7 @@ void run_tiles(const W8a8GemmParams& p) {
             store_as(sum, to_f32(load_as<i32v>(sum)) * scale * p.x_scales[row0 + row]);
           }
         }
-        dispatch(p.dtype, [&]<class T>(T) {
-          epilogue<T>(p, 0, unit, row0, static_cast<int>(count), reinterpret_cast<const float*>(sums), kUnitRows);
-        });
+        finish(p, 0, unit, row0, static_cast<int>(count), reinterpret_cast<const float*>(sums), kUnitRows);
       }
     }
   });
