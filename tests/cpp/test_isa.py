@@ -124,11 +124,10 @@ def test_the_named_set_is_the_best_that_is_usable(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ["avx9", "AVX2 ", *ISAS])
 def test_unknown_or_unsupported_isa_is_an_error_at_import(isa: str) -> None:
-    done = run("-c", "import fastinfer.ops", isa=isa)
-    info = cpu_info("")  # an empty variable counts as unset
-    if isa in info["isas_usable"]:
-        assert done.returncode == 0, done.stderr
+    if isa in cpu_info("")["isas_usable"]:  # an empty variable counts as unset
+        assert cpu_info(isa)["isa"] == isa
         return
+    done = run("-c", "import fastinfer.ops", isa=isa)
     assert done.returncode != 0
     last_line = done.stderr.strip().splitlines()[-1]
     assert "FASTINFER_CPU_ISA" in last_line

@@ -174,8 +174,7 @@ def test_abort_gives_what_there_is() -> None:
     assert engine.block_manager.num_used == 0
 
 
-@pytest.mark.parametrize("budget", [1, 64])
-@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.5])
+@pytest.mark.parametrize(("budget", "penalty"), [(1, -1.0), (64, 0.0), (1, 1.5)])
 def test_abort_at_any_step_gives_the_best_texts_so_far(budget: int, penalty: float) -> None:
     """Texts that had ended keep their reason; all scores are finite, and the best text comes first."""
     params = BeamSearchParams(3, max_tokens=30, length_penalty=penalty)
