@@ -38,7 +38,8 @@ def _windowed_layers(fields: JsonFields, name: str, num_layers: int) -> Callable
     if name in ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"):
         return lambda layer: layer % 4 != 0
     if name == "MuseGlimmerForConditionalGeneration":
-        return lambda layer: (num_layers - 1 - layer) % 4 != 0
+        full = _muse_glimmer_full_layers(num_layers)
+        return lambda layer: layer not in full
     if name == "SmolLM3ForCausalLM":
         return _smollm3_unrotated_layers(fields, num_layers).__contains__
     if "max_window_layers" in fields.values:
@@ -78,13 +79,18 @@ def unrotated_layers(
         return frozenset(layer for layer in range(num_layers) if not (windows and windows[layer]))
     if name == "MuseGlimmerForConditionalGeneration":
         if fields.values.get("layer_rope_theta") is None:
-            return frozenset(layer for layer in range(num_layers) if (num_layers - 1 - layer) % 4 == 0)
+            return _muse_glimmer_full_layers(num_layers)
         # All other layers have the base of rope_parameters, whatever the list says.
         thetas = fields.numbers("layer_rope_theta", num_layers)
         return frozenset(layer for layer, theta in enumerate(thetas) if not theta)
     if family.structure is NEMOTRON_H or (name == "GraniteMoeHybridForCausalLM" and not is_rotated(fields)):
         return frozenset(range(num_layers))
     return family.structure.unrotated_layers(windows)
+
+
+def _muse_glimmer_full_layers(num_layers: int) -> frozenset[int]:
+    """Return every fourth layer, counted back from the last: they see the whole text and are not rotated."""
+    return frozenset(range(num_layers - 1, -1, -4))
 
 
 def _smollm3_unrotated_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
