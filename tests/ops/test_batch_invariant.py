@@ -59,6 +59,7 @@ def test_a_product_of_more_token_tiles_than_a_band(device: str) -> None:
     assert_rounded(linear.run(x), reference.gemm(x, linear.dense), slack=1e-5)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "dense"])
 def test_otherwise_products_differ(form: str, device: str) -> None:
     """Without the context products differ, so that the test above can fail; and leaving the context restores this.
@@ -111,6 +112,7 @@ def test_attention_whole_chunked_and_decoded(
             assert_bitwise(ops.paged_attention(**(vars(whole) | rows), window=window), expected[begin:end])
 
 
+@pytest.mark.repeats
 @pytest.mark.usefixtures("invariant")
 def test_attention_beside_other_sequences(device: str) -> None:
     batch = make_batch(BATCHES["mixed"] + BATCHES["decode"] + BATCHES["chunk"], dtype=torch.float16, device=device)
@@ -142,6 +144,7 @@ def test_a_plan_keeps_what_it_was_made_for(device: str) -> None:
         assert_bitwise(result, expected)
 
 
+@pytest.mark.repeats
 def test_it_holds_for_the_calling_thread(device: str) -> None:
     run = product("int4 min", "norm", device)
     others: list[list[slice]] = []
@@ -153,6 +156,7 @@ def test_it_holds_for_the_calling_thread(device: str) -> None:
     assert others[0] != []
 
 
+@pytest.mark.repeats
 def test_compiled_code_leaves_it_as_it_was(device: str) -> None:
     """A trace must not set it for good."""
     run = product("int4", "norm", device)

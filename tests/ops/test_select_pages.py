@@ -89,6 +89,7 @@ def rows_of(batch: Batch) -> Tensor:
 
 
 @fp32_or_bf16
+@pytest.mark.repeats
 def test_attention_to_all_pages_is_dense_bit_by_bit(device: str, dtype: torch.dtype) -> None:
     batch = make_batch([(1, 900), (1, 513), (1, 1), (1, 64)], dtype=dtype, device=device)
     dense = batch.run()
