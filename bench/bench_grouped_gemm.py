@@ -66,10 +66,10 @@ def make_layer(setting: Setting, hidden: int, intermediate: int, experts: int, t
 def run(setting: Setting) -> Cases:
     cases = setting.cases
     bits = 8 if setting.device == "cpu" and not setting.rehearsal else 32
-    for hidden, intermediate, experts, top_k in SHAPES:
+    for hidden, intermediate, experts, top_k in SHAPES[: setting.size(len(SHAPES), 1)]:
         sizes = (hidden, intermediate) if not setting.rehearsal else (128, 128)
         weights = make_layer(setting, *sizes, setting.size(experts, 8), setting.size(top_k, 2))
-        for tokens in TOKENS:
+        for tokens in TOKENS[: setting.size(len(TOKENS), 2)]:
             # Successive calls choose different experts, because those of a real model are not in the cache either.
             m = setting.size(tokens, 3)
             xs = [(torch.randn(m, sizes[0], device=setting.device).bfloat16(), i) for i in range(16)]
