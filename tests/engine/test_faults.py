@@ -234,18 +234,18 @@ def test_a_fault_at_any_line(mode: str, error: type[BaseException], alone: dict[
     """Each line of the engine once, at its first, its last or another occurrence.
 
     Both errors occur at each line of a file that handles errors; elsewhere they take turns, as the same callers handle
-    them. Lines that run in the modes before, too, are mostly tested there; here the errors take turns at every seventh.
+    them. Lines that run in the modes before, too, are mostly tested there; here the errors take turns at every 14th.
     """
     lines = lines_of(mode)
     assert len(lines) > 500
     others = {line for other in MODES[: MODES.index(mode)] for line in lines_of(other)}
     step = str(Path(ENGINE, "step.py"))
-    turn = 0 if error is Fault else 7
+    turn = 0 if error is Fault else 14
     for number, (line, calls) in enumerate(sorted(lines.items())):
         launches = mode in AHEAD_MODES and line[0] == step  # in another order than in any other mode
-        if line in others and number % 14 != turn and not launches:
+        if line in others and number % 28 != turn and not launches:
             continue
-        if mode == "none" and not handles_errors(line[0]) and (number // 4 % 2 == 0) != (error is Fault):
+        if line not in others and not handles_errors(line[0]) and (number // 4 % 2 == 0) != (error is Fault):
             continue
         count = len(calls)
         index = (0, count - 1, number * 7919 % count)[number % 4 % 3]
