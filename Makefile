@@ -1,7 +1,8 @@
 # One virtual environment, .venv, serves the demo, the tests and development.
 #
 #   make demo     build, fetch the default model, let it write
-#   make test     the whole test suite
+#   make test     the test suite
+#   make test-all  every combination of the tests' parameters, and what takes long
 #   make test-fast  the quick tests, for every edit
 #   make test-isas  the CPU's tests once per instruction set that this machine has
 #   make lint     formatting, linting, types
@@ -36,7 +37,7 @@ export PIP_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test test-fast test-isas lint format docs figures cuda emulation sanitize fuzz traces clients ray gpu-check bench clean
+.PHONY: demo test test-all test-fast test-isas lint format docs figures cuda emulation sanitize fuzz traces clients ray gpu-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
@@ -45,6 +46,9 @@ demo: $(VENV)/.installed
 # As many workers as there are cores and memory for (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-test
+	FASTINFER_CASES=all $(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m "not emulated and not avx512 and not slow" $(PYTEST_ARGS)

@@ -135,7 +135,8 @@ def run_pytest(file: str, journal: Path, hang_s: float) -> tuple[int | None, str
     command = [sys.executable, "-m", "pytest", "-v", "-p", "gpu_tests", "-p", "no:cacheprovider", *SELECT, file]
     path = os.pathsep.join([str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])
     # Of the CPU's threads each process has its share.
-    environment = os.environ | {JOURNAL: str(journal), "PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
+    variables = {JOURNAL: str(journal), "PYTHONPATH": path, "OMP_NUM_THREADS": "2", "FASTINFER_CASES": "all"}
+    environment = os.environ | variables
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         # In this program's group, so that they end with it.
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)

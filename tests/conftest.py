@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import zlib
 from pathlib import Path
 
 import pytest
@@ -68,56 +67,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(trylast=True)  # after the choice by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the emulated AVX-512 kernels run the first and a fixed share of each test's cases: they are up to fifty times
-    slower than real ones, and differ from tested ones in few lines. Under a sanitizer, run the cases that ``covering``
-    chooses, and no test that only repeats the kernels of others, to count draws or to compare bits, unless
-    FASTINFER_SANITIZED_CASES is "all". FASTINFER_EMULATION_PART, "1/4", is the part of these cases that this process
-    runs.
-    """
-    part, parts = map(int, os.environ.get("FASTINFER_EMULATION_PART", "1/1").split("/"))
-    sanitizer = os.environ.get("FASTINFER_SANITIZER")
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(name_of(item).partition("[")[0], []).append(item)
-    kept = set()
-    for cases in tests.values():
-        emulated = [case for case in cases if case.get_closest_marker("avx512")]
-        others = [case for case in cases if not case.get_closest_marker("avx512")]
-        kept.update(case for case in emulated if case is emulated[0] or number_of(case) % 5 == 0)
-        if sanitizer and os.environ.get("FASTINFER_SANITIZED_CASES") != "all":
-            others = [case for case in others if not case.get_closest_marker("repeats")]
-            others = covering(others, ("thread", "address").index(sanitizer))
-        kept.update(case for case in others if number_of(case) % parts == part - 1)
+    from support.case_selection import chosen  # after its package is registered
+
+    kept = chosen(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
-
-
-def name_of(item: pytest.Item) -> str:
-    return item.nodeid.rpartition("/")[2]  # the same whatever folder the file is in
-
-
-def number_of(item: pytest.Item) -> int:
-    return zlib.crc32(name_of(item).encode())
-
-
-def covering(cases: list[pytest.Item], half: int) -> list[pytest.Item]:
-    """Return the first of a test's cases, and others that have half of the values of its parameters among them.
-
-    The other half is the other sanitizer's.
-    """
-    numbers: dict[tuple[str, int], int] = {}
-    values = []  # by case
-    for case in cases:
-        parameters = case.callspec.params if hasattr(case, "callspec") else {}
-        keys = [(name, id(value)) for name, value in parameters.items()]
-        values.append({numbers.setdefault(key, len(numbers)) for key in keys})
-    missing = {number for number in numbers.values() if number % 2 == half}
-    chosen = []
-    for i in sorted(range(len(cases)), key=lambda i: (i > 0, number_of(cases[i]))):
-        if i == 0 or values[i] & missing:
-            chosen.append(cases[i])
-            missing -= values[i]
-    return chosen
 
 
 def pytest_collection_finish() -> None:

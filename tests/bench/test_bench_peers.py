@@ -130,6 +130,7 @@ def test_tokens_that_were_not_generated_are_no_result(tmp_path: Path) -> None:
     peer.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_real_engines_that_are_here(model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")

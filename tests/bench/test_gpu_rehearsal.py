@@ -20,8 +20,10 @@ from support.paths import ROOT
 import fastinfer
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.slow,
     pytest.mark.emulated,
+    pytest.mark.unsanitized,
     pytest.mark.skipif(build.cuda_include() is None, reason="the CUDA toolkit's headers are missing"),
 ]
 

@@ -163,7 +163,7 @@ def check_gaps(report: Report) -> None:
     [
         {"stages": (3, 2), "losses": ("logit", "hidden", "attention"), "divergence": "jsd"},
         {"student": "layers:0,3", "losses": ("logit", "ce"), "divergence": "rkl"},
-        {"student": "layers:0,3", "losses": ("ce",)},
+        pytest.param({"student": "layers:0,3", "losses": ("ce",)}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:

@@ -15,27 +15,26 @@ from support.paths import ROOT
 from emulation import build
 
 PARTS = {"thread": 2, "address": 2}  # of some minutes each
-# Of their own, which load the plain build.
-WITH_PROGRAMS = ("tests/bench/test_gpu_rehearsal.py", "tests/parallel/test_gpus.py")
 
 
 def files() -> list[str]:
     """Those with emulated tests: to import all others takes a minute in each process."""
     tests = (ROOT / "tests").rglob("test_*.py")
-    emulated = [path for path in tests if re.search(r'"emulated"|mark\.emulated', path.read_text())]
-    return sorted({str(path.relative_to(ROOT)) for path in emulated} - {*WITH_PROGRAMS})
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in tests}
+    emulated = [name for name, text in texts.items() if re.search(r'"emulated"|mark\.emulated', text)]
+    return sorted(name for name in emulated if "mark.unsanitized" not in texts[name])
 
 
 def main(arguments: list[str]) -> int:
     for sanitizer in PARTS:
         build.build(sanitizer)
     has_paths = any(Path(ROOT, argument.partition("::")[0]).exists() for argument in arguments)
-    selection = [*([] if has_paths else files()), "-m", "emulated"]
+    selection = [*([] if has_paths else files()), "-m", "emulated and not unsanitized"]
     jobs = [
         sanitizers.Job(
             f"{sanitizer} {part}/{parts}",
             sanitizer,
-            [*selection, *(f"--ignore={path}" for path in WITH_PROGRAMS), *arguments],
+            [*selection, *arguments],
             variables={"FASTINFER_EMULATION": sanitizer, "FASTINFER_EMULATION_PART": f"{part}/{parts}"},
         )
         for sanitizer, parts in PARTS.items()

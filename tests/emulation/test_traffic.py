@@ -10,6 +10,7 @@ import torch
 from emulation import build, traffic
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.slow,
     pytest.mark.skipif(build.cuda_include() is None, reason="the CUDA toolkit's headers are missing"),
 ]

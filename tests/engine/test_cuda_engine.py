@@ -5,7 +5,6 @@ kernels round in other places, so that logits are compared as in teacher forcing
 that the CPU has drawn.
 """
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,11 +41,8 @@ from fastinfer.models.loader import load_decoder
 from fastinfer.models.offload import tensors_of
 from fastinfer.sampling_params import SamplingParams
 
-if "FASTINFER_EMULATION" in os.environ:
-    pytest.skip(
-        "the operators' own tests run the kernels under sanitizers; engines take minutes", allow_module_level=True
-    )
-
+pytestmark = pytest.mark.unsanitized
+EXHAUSTIVE = pytest.mark.exhaustive
 device = device_fixture("cuda", "emulated")
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -354,7 +350,10 @@ def test_deterministic(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert differing_logits(way(device), expected) == [], name
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize(
+    "cache_dtype",
+    [torch.int8, pytest.param(torch.float8_e4m3fn, marks=EXHAUSTIVE), pytest.param(torch.uint8, marks=EXHAUSTIVE)],
+)
 def test_deterministic_caches(cache_dtype: torch.dtype, device: str) -> None:
     limits = {"deterministic": True, "kv_cache_dtype": cache_dtype}
     engine = serve_mixed(Forced(device, max_num_batched_tokens=19, **limits))
@@ -555,7 +554,7 @@ def random_requests(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
     return [(outputs[name].outputs[0].token_ids, outputs[name].outputs[0].logprobs) for name in sorted(outputs)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=EXHAUSTIVE), pytest.param(2, marks=EXHAUSTIVE)])
 def test_drawing_in_graphs_changes_nothing(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched ahead or not: the tokens of random batches, some of whose draws need more than a graph gives."""
     if device == "cpu":

@@ -1,6 +1,5 @@
 """Latent attention on the CUDA kernels, emulated, against the CPU's in fp32; and in any way to compute a request."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +20,7 @@ from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
 from fastinfer.sampling_params import SamplingParams
 
-if "FASTINFER_EMULATION" in os.environ:
-    pytest.skip(
-        "the operators' own tests run the kernels under sanitizers; engines take minutes", allow_module_level=True
-    )
-
+pytestmark = pytest.mark.unsanitized
 device = device_fixture("cuda", "emulated")
 
 SIZES = {

@@ -192,7 +192,7 @@ def draw_engine(draw: Any, folder: str, kind: type[ToyModel]) -> Callable[[], En
     return make
 
 
-@settings(deadline=None, max_examples=int(os.environ.get("FASTINFER_TRACES", "200")))
+@settings(deadline=None, max_examples=int(os.environ.get("FASTINFER_TRACES", "100")))
 @given(data=st.data())
 def test_random_traces(data: st.DataObject) -> None:
     """FASTINFER_TRACES is the number of traces; 10,000 of them take about 10^5 steps."""

@@ -1,4 +1,4 @@
-"""Faults at every line of a step.
+"""Faults at a share of the lines of a step, or with FASTINFER_CASES=all at every one.
 
 Each one ends one request at most, the others give what they give alone, and all blocks are accounted for.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.case_selection import share
 from support.fake_cuda_graph import PaddedToy, use_fakes, use_graphs
 from support.faults import ENGINE, Fault, Interrupt, Line, Tracer
 from support.kv_files import GIB
@@ -231,7 +232,7 @@ def handles_errors(file: str) -> bool:
 @pytest.mark.parametrize("error", [Fault, Interrupt])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fault_at_any_line(mode: str, error: type[BaseException], alone: dict[str, Any]) -> None:
-    """Each line of the engine once, at its first, its last or another occurrence.
+    """Lines of the engine, each at its first, its last or another occurrence.
 
     Both errors occur at each line of a file that handles errors; elsewhere they take turns, as the same callers handle
     them. Lines that run in the modes before, too, are mostly tested there; here the errors take turns at every 14th.
@@ -241,7 +242,7 @@ def test_a_fault_at_any_line(mode: str, error: type[BaseException], alone: dict[
     others = {line for other in MODES[: MODES.index(mode)] for line in lines_of(other)}
     step = str(Path(ENGINE, "step.py"))
     turn = 0 if error is Fault else 14
-    for number, (line, calls) in enumerate(sorted(lines.items())):
+    for number, (line, calls) in share(list(enumerate(sorted(lines.items()))), 3):
         launches = mode in AHEAD_MODES and line[0] == step  # in another order than in any other mode
         if line in others and number % 28 != turn and not launches:
             continue
@@ -311,7 +312,7 @@ def test_a_fault_while_a_request_is_aborted(error: type[BaseException], alone: d
         tracer = Tracer()
         run(tracer, mode, victim)
         assert len(tracer.seen) > 30
-        for line in sorted(tracer.seen):
+        for line in share(sorted(tracer.seen), 3):
             run(Tracer(line, 1, error), mode, victim)
 
 
@@ -350,7 +351,7 @@ def test_a_fault_while_grammars_arrive(error: type[BaseException], alone: dict[s
     files = {str(Path(ENGINE, name)) for name in ("grammar_queue.py", "waiting_requests.py", "request_table.py")}
     lines = sorted(line for line in tracer.seen if line[0] in files)
     assert len(lines) > 30
-    for line in lines:
+    for line in share(lines, 2):
         for occurrence in {1, tracer.seen[line]}:
             run(Tracer(line, occurrence, error))
 
@@ -375,5 +376,5 @@ def test_a_fault_while_a_request_is_added(error: type[BaseException], alone: dic
 
     tracer = Tracer()
     run(tracer)
-    for line in sorted(tracer.seen):
+    for line in share(sorted(tracer.seen), 2):
         run(Tracer(line, 1, error))

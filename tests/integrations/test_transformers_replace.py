@@ -369,6 +369,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_default_model_writes_the_same(model_path: Path) -> None:
     """20 prompts in one left-padded batch, greedy, in fp32."""

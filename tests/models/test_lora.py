@@ -140,6 +140,7 @@ def test_ids_need_adapters() -> None:
         forward(make_decoder(), make_batch([3], [-1]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_real_model_equals_transformers_with_merged_weights(model_path: Path, tmp_path: Path) -> None:
     """The rows of Q, K, gate and up have another order in the file, and in memory, than where adapters are trained."""

@@ -22,6 +22,7 @@ from fastinfer.ops import _library, support
 
 Call = dict[str, Any]
 
+pytestmark = pytest.mark.repeats
 device = device_fixture("cpu", "cuda", "emulated")
 
 DTYPES = [

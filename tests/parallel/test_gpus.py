@@ -19,6 +19,7 @@ from fastinfer.parallel.support import check_gpus
 
 
 @pytest.mark.emulated
+@pytest.mark.unsanitized
 def test_models_on_two_fake_gpus(emulated_library: Path) -> None:
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/support/fake_gpu"), str(ROOT / "python")]),

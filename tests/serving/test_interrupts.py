@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from support.case_selection import share
 from support.toy import ToyTokenizer, check_blocks, greedy, toy_engine
 
 import fastinfer.engine
@@ -137,20 +138,19 @@ class Users:
 
 
 def check_places(folder: str, kind: RequestOutputKind, mode: str, stride: int) -> int:
-    """Interrupt at every ``stride``-th place, and return the number of places."""
+    """Interrupt at a ``share`` of the places, every ``stride``-th, and return the number of places."""
     first = Interrupter(folder)
     Users(kind, mode).run(first)
     places = sorted(first.seen, key=lambda place: (place[0].co_filename, place[0].co_firstlineno, place[1]))
-    for number, place in enumerate(places):
-        if number % stride == 0:
-            seen = first.seen[place]
-            for occurrence in {1, 1 + number * 7919 % seen, seen}:
-                interrupter = Interrupter(folder, place, occurrence)
-                try:
-                    Users(kind, mode).run(interrupter)
-                except Exception as error:
-                    raise AssertionError(f"{place[0].co_name}: {place[1]}, {occurrence} of {seen}") from error
-                assert interrupter.has_raised
+    for number, place in share(list(enumerate(places)), stride):
+        seen = first.seen[place]
+        for occurrence in {1, 1 + number * 7919 % seen, seen}:
+            interrupter = Interrupter(folder, place, occurrence)
+            try:
+                Users(kind, mode).run(interrupter)
+            except Exception as error:
+                raise AssertionError(f"{place[0].co_name}: {place[1]}, {occurrence} of {seen}") from error
+            assert interrupter.has_raised
     return len(places)
 
 
@@ -162,4 +162,4 @@ def test_a_shared_engine(kind: RequestOutputKind) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "runs ahead"])
 def test_the_steps_of_a_shared_engine(mode: str) -> None:
-    assert check_places(ENGINE, RequestOutputKind.DELTA, mode, 7) > 400
+    assert check_places(ENGINE, RequestOutputKind.DELTA, mode, 20) > 400

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.case_selection import RUNS_ALL, share
 from support.routers import BreakingProxy, router_server
 from support.toy import ToyModel
 from support.toy_server import GatedModel, toy_server
@@ -50,11 +51,11 @@ def ask(url: str, path: str, body: dict[str, Any]) -> tuple[dict[int, dict[str, 
 
 
 @pytest.mark.slow
-def test_a_hundred_deaths_change_no_text() -> None:
+def test_no_death_changes_a_text() -> None:
     generator = random.Random(0)
     with toy_server() as (_, one), toy_server() as (_, two), BreakingProxy(one) as first, BreakingProxy(two) as second:
         with router_server([first.url, second.url]) as (_, url):
-            for number in range(100):
+            for number in share(range(100), 3):
                 path, body = BODIES[number % len(BODIES)]
                 options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 24}
                 body = {**body, **options, "ignore_eos": True, "temperature": 1.0, "seed": number}
@@ -62,7 +63,7 @@ def test_a_hundred_deaths_change_no_text() -> None:
                 first.break_after = generator.randint(1, len(data))
                 second.break_after = first.break_after if number % 3 == 0 else None
                 assert ask(url, path, body)[:2] == (choices, usage)
-        assert first.num_broken + second.num_broken >= 50
+        assert first.num_broken + second.num_broken >= (50 if RUNS_ALL else 17)
 
 
 def test_a_request_without_a_seed_gets_one() -> None:
