@@ -167,6 +167,23 @@ def test_a_reset_of_the_prefix_cache_computes_pinned_prompts_again(is_computed: 
     assert engine.stats().num_used_blocks == 0
 
 
+def test_the_log_names_a_prompt_that_cannot_be_computed_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever pinned it has had an answer before."""
+    engine = toy_engine(block_size=4)
+    engine.pin_prompt("system", MODULE)
+    drain(engine)
+    engine.reset_prefix_cache()
+    engine.model.fail = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError) as error:
+        drain(engine)
+    for request_id in list(engine.requests.active):  # as AsyncEngine does
+        engine.abort(request_id, error.value)
+    assert engine.pinned_prompts.sequences == []
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("pinned prompt 'system' was not computed and is lost: ")
+    assert "the model broke" in message
+
+
 def test_a_reset_of_a_sleeping_engine_leaves_its_pinned_prompts_to_wake_up() -> None:
     engine = toy_engine(block_size=4)
     engine.pin_prompt("system", MODULE)

@@ -111,7 +111,10 @@ class PinnedPrompts:
         """Return whether a sequence is that of a prompt."""
         return sequence in self.sequences
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Remove the prompts of these sequences, if there are any; the caller frees the blocks."""
+    def forget(self, sequences: Iterable[Sequence]) -> list[str]:
+        """Remove the prompts of these sequences, if there are any, and return their names; the caller frees blocks."""
         gone = set(sequences)
-        self._prompts = {name: prompt for name, prompt in self._prompts.items() if prompt.sequence not in gone}
+        names = [name for name, prompt in self._prompts.items() if prompt.sequence in gone]
+        for name in names:
+            del self._prompts[name]
+        return names

@@ -1,6 +1,7 @@
 """The table of unfinished requests, from their arrival to their last output."""
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from fastinfer.engine.sequence import SequenceState
 from fastinfer.errors import FATAL_ERRORS, QueueFullError, RequestError, describe_error
 from fastinfer.outputs import merge
 from fastinfer.utils.checks import check_text
+
+LOG = logging.getLogger("fastinfer")
 
 # How long a step waits if nothing can be computed yet because a grammar is being compiled.
 IDLE_WAIT_S = 0.001
@@ -195,6 +198,7 @@ class RequestTable:
         Raises:
             BaseException: the error itself, if it was meant to end the program.
         """
+        self._unpin(request, describe_error(error))
         self._forget(request)
         self.repair()
         made = self._undelivered.get(request.request_id)
@@ -285,10 +289,16 @@ class RequestTable:
         try:
             self._stop_waiting(request.request_id)
             request.finish(finish_reason, stop_reason)
-            self._pinned_prompts.forget(request.sequences)
+            self._unpin(request, stop_reason)
             self.report(request)
         except BaseException as error:
             self.discard(request, error)
+
+    def _unpin(self, request: Request, stop_reason: str | None) -> None:
+        """Remove the pinned prompt of a request, if it is one, which may fail long after the user has pinned it."""
+        for name in self._pinned_prompts.forget(request.sequences):
+            if stop_reason is not None:
+                LOG.warning("pinned prompt %r was not computed and is lost: %s", name, stop_reason)
 
     def _forget(self, request: Request) -> None:
         """Remove a request from the tables, but not from the queues and the block manager."""
