@@ -1,6 +1,7 @@
 """Runs the tests of the CPU's operators under AddressSanitizer, UBSan and ThreadSanitizer: ``make sanitize``.
 
-FASTINFER_CPU_ISA names the instruction set, portable, avx2 or avx512_vnni. Arguments are passed on to pytest.
+FASTINFER_CPU_ISA names the instruction set, portable, avx2 or avx512_vnni, and FASTINFER_SANITIZERS what runs, "thread"
+or "address" instead of both. Arguments are passed on to pytest.
 """
 
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support.sanitizers import Job, run_all
+from support.sanitizers import SANITIZERS, Job, run_all
 
 from sanitizers import build
 
@@ -27,9 +28,9 @@ def job(sanitizer: str, arguments: list[str]) -> Job:
 
 
 def main(arguments: list[str]) -> int:
-    for sanitizer in build.SANITIZERS:
+    for sanitizer in SANITIZERS:
         build.build(sanitizer)
-    return run_all(job(sanitizer, arguments) for sanitizer in build.SANITIZERS)
+    return run_all(job(sanitizer, arguments) for sanitizer in SANITIZERS)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from support.paths import ROOT
 # Python itself leaks. Libraries without instrumentation, libfastinfer among them, synchronise their threads unseen.
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66 ignore_noninstrumented_modules=1"}
 
+# Those that run.
+SANITIZERS = os.environ.get("FASTINFER_SANITIZERS", "thread address").split()
 SMALL_RANDOMISATION_BITS = 28  # that ThreadSanitizer's shadow memory bears
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
 TIMEOUT_S = 1800
