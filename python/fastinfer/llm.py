@@ -224,7 +224,7 @@ class LLM:
         size = _choose_kv_cache_size(config, checkpoints, share, layer_places)
         if draft_model is not None:
             check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
-        has_head = any(checkpoint.config.has_features for checkpoint in checkpoints)
+        has_head = any(checkpoint.config.is_draft_head for checkpoint in checkpoints)
         defaults = sampling_defaults(checkpoints[0])
         ranks = task = None
         if config.num_ranks > 1:
@@ -677,7 +677,7 @@ def _choose_kv_cache_size(
 def _weight_bytes(config: EngineConfig, checkpoints: list[Checkpoint]) -> int:
     """Estimate the size of all weights; a draft head beside ranks has an embedding and an output layer of its own."""
     size = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
-    if config.num_ranks > 1 and any(checkpoint.config.has_features for checkpoint in checkpoints):
+    if config.num_ranks > 1 and any(checkpoint.config.is_draft_head for checkpoint in checkpoints):
         size += checkpoints[0].part_bytes(config.device)[ModelPart(None)]
     return size
 

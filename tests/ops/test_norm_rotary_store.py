@@ -98,6 +98,7 @@ def run_and_check(case: dict[str, Any]) -> None:
         (2, 4, 1, 256, 256),
         (5, 2, 2, 33, 10),
         (3, 2, 1, 64, 0),
+        (5, 0, 2, 64, 64),
     ],
 )
 def test_shapes(

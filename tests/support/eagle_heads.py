@@ -153,41 +153,41 @@ def drafted_logits(
         settings: settings of config.json.
     """
     if settings.get("fc_norm"):
-        aux = [_norm(x, head[f"fc_norm.{index}.weight"]) for index, x in enumerate(aux)]
+        aux = [rms_norm(x, head[f"fc_norm.{index}.weight"]) for index, x in enumerate(aux)]
     joined = torch.cat(aux, -1)
     if settings.get("norm_before_fc"):
-        joined = _norm(joined, head["input_norm.weight"])
+        joined = rms_norm(joined, head["input_norm.weight"])
     features = linear(joined, head["fc.weight"])
     features = torch.cat([features[:1], features])  # the first token reads its own
     for count in range(len(tokens) - num_drafts, len(tokens) + 1):
         out = _layer(head, features, torch.tensor(tokens[:count]), settings)
-        normed = _norm(out, head["norm.weight"])
+        normed = rms_norm(out, head["norm.weight"])
         features = torch.cat([features, (normed if settings.get("norm_output") else out)[-1:]])
     return linear(normed[-1], head["lm_head.weight"])
 
 
 def _layer(head: dict[str, Tensor], features: Tensor, tokens: Tensor, settings: dict[str, Any]) -> Tensor:
     layer = {name.removeprefix("layers.0.").removesuffix(".weight"): values for name, values in head.items()}
-    normed = _norm(features, layer["hidden_norm"])
-    x = torch.cat([_norm(head["embed_tokens.weight"][tokens], layer["input_layernorm"]), normed], -1)
+    normed = rms_norm(features, layer["hidden_norm"])
+    x = torch.cat([rms_norm(head["embed_tokens.weight"][tokens], layer["input_layernorm"]), normed], -1)
     q, k, v = (linear(x, layer[f"self_attn.{name}_proj"]).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv")
     if settings.get("model_type") == "qwen3":
-        q, k = _norm(q, layer["self_attn.q_norm"]), _norm(k, layer["self_attn.k_norm"])
-    q, k, v = (part.transpose(0, 1) for part in (_rotated(q), _rotated(k), v))
+        q, k = rms_norm(q, layer["self_attn.q_norm"]), rms_norm(k, layer["self_attn.k_norm"])
+    q, k, v = (part.transpose(0, 1) for part in (rotate(q), rotate(k), v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
     x = (normed if settings.get("norm_before_residual") else features) + linear(out, layer["self_attn.o_proj"])
-    normed = _norm(x, layer["post_attention_layernorm"])
+    normed = rms_norm(x, layer["post_attention_layernorm"])
     inner = silu(linear(normed, layer["mlp.gate_proj"])) * linear(normed, layer["mlp.up_proj"])
     return x + linear(inner, layer["mlp.down_proj"])
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-def _rotated(x: Tensor) -> Tensor:
+def rotate(x: Tensor, first: int = 0) -> Tensor:
     half = HEAD_DIM // 2
-    angles = torch.arange(len(x))[:, None] * THETA ** (-torch.arange(half) / half)
+    angles = torch.arange(first, first + len(x))[:, None] * THETA ** (-torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     a, b = x.split(half, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

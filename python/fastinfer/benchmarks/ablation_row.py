@@ -137,7 +137,7 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
         assert settings.draft_head is not None
         dtype = settings.loading.get("dtype", "auto")
         checkpoint = open_checkpoint(hub.resolve(settings.draft_head), Precision.of(dtype, subject.device).exact)
-        if not checkpoint.config.has_features:
+        if not checkpoint.config.is_draft_head:
             raise RequestError(f"--draft-head: expected a draft head, got the model {settings.draft_head}")
         subject = replace(subject, draft_model=load_weights(checkpoint, dtype, subject.device, longest))
     engine = subject.make_engine(

@@ -38,7 +38,7 @@ def draft_memory(checkpoint: Checkpoint, dtypes: Sequence[torch.dtype], context:
         GGUFFormatError, CheckpointFormatError, UnsupportedModelError: it cannot be loaded.
     """
     config = checkpoint.config
-    if config.has_features:
+    if config.is_draft_head:
         head = load_weights(checkpoint, "auto", "cpu", context)
         weights_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_of(head)}.values())
     else:

@@ -11,6 +11,7 @@ import torch
 from fastinfer import _C, __version__
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.block_pool import BlockPool
+from fastinfer.engine.block_speculator import BlockSpeculator
 from fastinfer.engine.block_store import HostBlockStore
 from fastinfer.engine.cache_sizes import cache_sizes
 from fastinfer.engine.config import EngineConfig
@@ -212,7 +213,10 @@ def make_speculator(
     """
     limit = config.num_speculative_tokens
     if draft_worker is not None and draft_sampler is not None:
-        kind = HeadSpeculator if draft_worker.model.config.has_features else DraftModelSpeculator
+        draft = draft_worker.model.config
+        if draft.block is not None:
+            return BlockSpeculator(draft_worker, draft_sampler, limit, config.max_num_batched_tokens, draft.block)
+        kind = HeadSpeculator if draft.has_features else DraftModelSpeculator
         return kind(draft_worker, draft_sampler, limit, config.max_num_batched_tokens)
     return NgramSpeculator(limit) if limit else None
 
@@ -232,13 +236,13 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
     """
     if not config.num_speculative_tokens:
         raise RequestError("a draft model needs num_speculative_tokens of at least 1, got 0")
-    if draft.has_features and config.pipeline_parallel_size > 1:
+    if draft.is_draft_head and config.pipeline_parallel_size > 1:
         # It reads outputs of layers in several stages, and features of steps that may still be in flight.
         raise RequestError(f"pipeline_parallel_size must be 1 with a draft head, got {config.pipeline_parallel_size}")
-    if draft.has_features and config.num_ranks > 1 and config.tensor_parallel_layout == "reduce":
+    if draft.is_draft_head and config.num_ranks > 1 and config.tensor_parallel_layout == "reduce":
         # Sums of ranks overwrite the outputs of earlier layers before the head has read them.
         raise RequestError("tensor_parallel_layout must be 'gather' with a draft head, got 'reduce'")
-    if draft.has_features and draft.hidden_size != sizes.hidden_size:
+    if draft.is_draft_head and draft.hidden_size != sizes.hidden_size:
         raise RequestError(
             f"the draft head must have the model's hidden size of {sizes.hidden_size}, got {draft.hidden_size}"
         )

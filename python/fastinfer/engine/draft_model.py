@@ -133,7 +133,11 @@ class DraftModelSpeculator(Speculator):
     def prepare_drafts(self, sequence: Sequence) -> int:
         return self._max_drafts
 
-    def draft_seconds(self) -> float:
+    def draft_seconds(self, count: int) -> float:
+        return count * self._median_seconds()
+
+    def _median_seconds(self) -> float:
+        """Return the time of a call that drafts; 0 until it was measured."""
         return statistics.median(self._seconds) if len(self._seconds) > 2 else 0.0
 
     def choose_num_drafts(self, sequences: list[Sequence]) -> None:

@@ -62,8 +62,8 @@ class Speculator(ABC):
         """Compute what follows from the model's step on chunks, once the step was launched."""
         return
 
-    def draft_seconds(self) -> float:
-        """Return the time in seconds to draft one token for every sequence, without its verification."""
+    def draft_seconds(self, count: int) -> float:
+        """Return the time in seconds to draft ``count`` tokens for every sequence, without their verification."""
         return 0.0
 
     def choose_num_drafts(self, sequences: list[Sequence]) -> None:
@@ -131,7 +131,7 @@ class Speculator(ABC):
             num_tokens = len(sequences) + taken
             if num_tokens > TOKEN_MULTIPLE and num_tokens % TOKEN_MULTIPLE:
                 continue
-            cost = self._costs.estimate(num_tokens) + deepest * self.draft_seconds()
+            cost = self._costs.estimate(num_tokens) + self.draft_seconds(deepest)
             if expected / cost > best_speed:
                 best, best_speed = taken, expected / cost
         chosen = Counter(index for _, _, index in likeliest[:best])

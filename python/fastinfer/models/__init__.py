@@ -17,9 +17,10 @@ from fastinfer.models.draft_head import DraftHead
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_heads import EAGLE3, GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
-from fastinfer.models.head_loader import load_eagle_head, load_mtp_head, with_vocabulary
+from fastinfer.models.head_loader import load_dflash_head, load_eagle_head, load_mtp_head, with_vocabulary
 from fastinfer.models.hf_checkpoint import HFCheckpoint
-from fastinfer.models.hf_heads import HFHeadCheckpoint, is_hf_head
+from fastinfer.models.hf_dflash import HFDFlashCheckpoint
+from fastinfer.models.hf_heads import HFHeadCheckpoint, hf_head_kind
 from fastinfer.models.hf_mtp import HFMTPCheckpoint
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
@@ -114,7 +115,7 @@ def load_model(
     """
     device = resolve_device(device)
     checkpoint = open_checkpoint(source, Precision.of(dtype, device).exact) if isinstance(source, Path) else source
-    if checkpoint.config.has_features:
+    if checkpoint.config.is_draft_head:
         raise RequestError(f"{checkpoint.path}: the model must be a whole one, got a draft head")
     with one_torch_thread():
         if isinstance(checkpoint, GGUFCheckpoint):
@@ -139,6 +140,8 @@ def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len:
             return load_eagle_head(checkpoint, precision, max_model_len, device)
         if isinstance(checkpoint, HFMTPCheckpoint | GGUFMTPCheckpoint):
             return load_mtp_head(checkpoint, precision, max_model_len, device)
+        if isinstance(checkpoint, HFDFlashCheckpoint):
+            return load_dflash_head(checkpoint, precision, max_model_len, device)
         return load_decoder(checkpoint, precision, max_model_len, device)
 
 
@@ -163,7 +166,7 @@ def check_has_all_logits(model: Model) -> None:
     Raises:
         RequestError: it is a draft head, or has logits for a part of the vocabulary alone.
     """
-    if model.config.has_features:
+    if model.config.is_draft_head:
         raise RequestError("the model must be a whole one, got a draft head")
     if model.draft_tokens is not None:
         raise RequestError(
@@ -183,7 +186,10 @@ def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as for :func:`load_model`.
     """
     if path.is_dir():
-        return HFHeadCheckpoint(path, exact) if is_hf_head(path) else HFCheckpoint(path, exact)
+        kind = hf_head_kind(path)
+        if kind is None:
+            return HFCheckpoint(path, exact)
+        return HFDFlashCheckpoint(path, exact) if kind == "dflash" else HFHeadCheckpoint(path, exact)
     file = open_gguf(path)
     is_head = file.metadata.get("general.architecture") == EAGLE3
     return GGUFHeadCheckpoint(file, exact) if is_head else GGUFCheckpoint(file, exact)

@@ -8,8 +8,8 @@ from fastinfer.models.position_tables import PositionTables
 from fastinfer.weights.weight import Weight
 
 
-def load_attention(reader: LayerReader, tables: PositionTables, index: int) -> Attention:
-    """Read the attention of a layer."""
+def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, is_split: bool = False) -> Attention:
+    """Read the attention of a layer; with ``is_split`` queries, keys and values have a weight each."""
     config, layer = reader.config, f"layers.{index}"
     shape, q_size, kv_size = config.kv_shape(index), config.q_size(index), config.kv_size(index)
     has_kv = config.kv_layer(index) == index
@@ -31,7 +31,7 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int) -> A
         num_kv_heads=shape.num_heads,
         head_dim=shape.head_dim,
         norm=reader.pre_norm(f"{layer}.attention_norm", scale, config.attention_input_scale),
-        qkv=_qkv(reader, index, is_split=is_joint),
+        qkv=_qkv(reader, index, is_split=is_split or is_joint),
         output=reader.output(
             f"{layer}.o_proj", q_size, config.output_bias, f"{layer}.post_attention_norm", scale, factor
         ),

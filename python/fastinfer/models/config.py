@@ -83,6 +83,21 @@ class LatentAttentionConfig:
 
 
 @dataclass(frozen=True)
+class BlockConfig:
+    """What a draft head that drafts a block of tokens at once was trained for.
+
+    Attributes:
+        feature_layers: the layers of the model whose outputs it reads, in ascending order.
+        mask_token: token in the place of those to draft.
+        size: number of tokens of a block, the newest token of the text and those to draft.
+    """
+
+    feature_layers: tuple[int, ...]
+    mask_token: int
+    size: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The sizes and constants of a decoder-only transformer.
 
@@ -159,8 +174,10 @@ class ModelConfig:
         shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a logit.
         alternating_gate_up: whether the rows of gate and up alternate in a fused matrix, instead of all rows of gate
             coming first.
-        has_features: whether the model is a draft head, whose cache has features of ``hidden_size`` under each token,
-            see :mod:`fastinfer.models.draft_head`.
+        has_features: whether the model is a draft head whose cache has features of ``hidden_size`` under each token,
+            see :class:`fastinfer.models.draft_head.ChainHead`.
+        block: what a draft head reads that drafts a block at once, see :mod:`fastinfer.models.dflash_head`; ``None``
+            for other models.
     """
 
     architecture: str
@@ -227,6 +244,12 @@ class ModelConfig:
     shared_expert_gate: bool = False
     alternating_gate_up: bool = False
     has_features: bool = False
+    block: BlockConfig | None = None
+
+    @property
+    def is_draft_head(self) -> bool:
+        """Whether the model drafts from the hidden states of another one, and cannot do without."""
+        return self.has_features or self.block is not None
 
     def window(self, layer: int) -> int:
         """Return the length of a layer's attention window in positions, 0 for none."""

@@ -1,16 +1,8 @@
 """Draft heads: layers that draft tokens from the hidden states of the model that verifies them.
 
-A head's input at position i is the token there and the *features* of the token before: a function of the model's
-hidden states at position i - 1. Its output gives the token at i + 1, and stands for the features of token i until the
-model has computed them. This is how a head drafts several tokens in a row.
-
-A head may have several layers, which form a chain: the first draft is that of the first layer, the second draft that of
-the second layer, and so on. The features of a layer are the outputs of the layer before it, those of the first layer
-come from the model. All layers see the same tokens. The last layer also makes all further drafts, from its own outputs.
-
-Features are cached like keys and values, under the same slots. A slot's content follows from the tokens up to it, so
-prefixes, forks and copies of blocks work as they do for keys and values. The first token of a sequence has no token
-before it, and reads its own features; in other implementations the first input is that of the second token.
+Taps in the model's layers pass their outputs to the head in the same step. What the head keeps of them lies in a cache
+of its own, under the same slots as the model's keys and values. A slot's content follows from the tokens up to it, so
+prefixes, forks and copies of blocks work as they do for keys and values.
 """
 
 from abc import ABC, abstractmethod
@@ -38,16 +30,11 @@ from fastinfer.weights.weight import Weight
 class DraftHead(Decoder, ABC):
     """A draft head, in the interface of a model.
 
-    Its hidden states are those of the first layer that a batch computes. An embedding or output layer that the head
-    does not have is the one of the model that it drafts for.
-
-    Attributes:
-        join: joins the two halves of a layer's input; ``None`` before :meth:`for_model`.
+    An embedding or output layer that the head does not have is the one of the model that it drafts for.
     """
 
     embedding: Weight | None  # type: ignore[assignment]
     lm_head: Weight | None  # type: ignore[assignment]
-    join: ColumnJoin | None = None
 
     @property
     @abstractmethod
@@ -57,7 +44,63 @@ class DraftHead(Decoder, ABC):
     @property
     @abstractmethod
     def feature_layers(self) -> tuple[int, ...]:
-        """The layers of the model whose outputs the features are computed from, in ascending order."""
+        """The layers of the model whose outputs the head reads, in ascending order."""
+
+    @abstractmethod
+    def store(self, outputs: list[Tensor], positions: Tensor, slots: Tensor, kv_cache: KVCache) -> None:
+        """Store what the head keeps of the model's tokens.
+
+        Args:
+            outputs: outputs of :attr:`feature_layers`, each [tokens, hidden].
+            positions: [tokens] int64.
+            slots: [tokens] int64, their slots, -1 for tokens to skip.
+            kv_cache: the head's cache.
+        """
+
+    def for_model(self, model: Decoder, max_tokens: int) -> Self:
+        """Return the head with what it shares with a model.
+
+        Args:
+            model: the model that it drafts for.
+            max_tokens: largest number of tokens in a batch.
+
+        Raises:
+            RequestError: the model does not have the layers whose outputs the head reads.
+        """
+        count = model.config.num_layers
+        if not all(0 <= layer < count for layer in self.feature_layers):
+            raise RequestError(
+                f"the draft head reads the outputs of layers {self.feature_layers}, but the model has {count} layers"
+            )
+        return replace(
+            self,
+            embedding=model.embedding if self.embedding is None else self.embedding,
+            lm_head=model.lm_head if self.lm_head is None else self.lm_head,
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChainHead(DraftHead):
+    """A draft head that drafts one token after the other.
+
+    Its input at position i is the token there and the *features* of the token before: a function of the model's hidden
+    states at position i - 1. Its output gives the token at i + 1, and stands for the features of token i until the
+    model has computed them. This is how a head drafts several tokens in a row.
+
+    It may have several layers, which form a chain: the first draft is that of the first layer, the second draft that of
+    the second layer, and so on. The features of a layer are the outputs of the layer before it, those of the first
+    layer come from the model. All layers see the same tokens. The last layer also makes all further drafts, from its
+    own outputs.
+
+    Features are cached beside keys and values. The first token of a sequence has no token before it, and reads its own
+    features; in other implementations the first input is that of the second token. The hidden states are those of the
+    first layer that a batch computes.
+
+    Attributes:
+        join: joins the two halves of a layer's input; ``None`` before :meth:`for_model`.
+    """
+
+    join: ColumnJoin | None = None
 
     @abstractmethod
     def features(self, outputs: list[Tensor]) -> Tensor:
@@ -82,27 +125,12 @@ class DraftHead(Decoder, ABC):
             x: [tokens, hidden], its output.
         """
 
+    def store(self, outputs: list[Tensor], positions: Tensor, slots: Tensor, kv_cache: KVCache) -> None:
+        store_features(kv_cache.layers[0], self.features(outputs), slots)
+
     def for_model(self, model: Decoder, max_tokens: int) -> Self:
-        """Return the head with what it shares with a model.
-
-        Args:
-            model: the model that it drafts for.
-            max_tokens: largest number of tokens in a batch.
-
-        Raises:
-            RequestError: the model does not have the layers whose outputs the head reads.
-        """
-        count = model.config.num_layers
-        if not all(0 <= layer < count for layer in self.feature_layers):
-            raise RequestError(
-                f"the draft head reads the outputs of layers {self.feature_layers}, but the model has {count} layers"
-            )
-        return replace(
-            self,
-            embedding=model.embedding if self.embedding is None else self.embedding,
-            lm_head=model.lm_head if self.lm_head is None else self.lm_head,
-            join=ColumnJoin(2, max_tokens, self.device),
-        )
+        head = super().for_model(model, max_tokens)
+        return replace(head, join=ColumnJoin(2, max_tokens, self.device))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -139,7 +167,7 @@ def store_features(cache: LayerCache | StateCache, features: Tensor, slots: Tens
 
 
 class FeatureWriter:
-    """Computes the features of a model's steps and stores them in the cache of a draft head.
+    """Passes the hidden states of a model's steps to a draft head.
 
     Args:
         head: the head.
@@ -152,7 +180,7 @@ class FeatureWriter:
         self._outputs: dict[int, Tensor] = {}
 
     def tapped(self, model: Decoder) -> Decoder:
-        """Return the model with taps that write the features of each step."""
+        """Return the model with taps that let the head store what it needs of each step."""
         return model.with_taps({layer: partial(self._add, layer) for layer in self._head.feature_layers})
 
     def _add(self, layer: int, x: Tensor, batch: Batch) -> None:
@@ -163,7 +191,7 @@ class FeatureWriter:
             cache = self._kv_cache.layers[0]
             assert isinstance(cache, LayerCache)
             slots = self._at_head(batch.slot_mappings[cache.group])
-            store_features(cache, self._head.features(outputs), slots)
+            self._head.store(outputs, self._at_head(batch.positions), slots, self._kv_cache)
 
     def _at_head(self, x: Tensor) -> Tensor:
         """Copy a tensor to the head's device, unless it is there: a layer may be on another one."""

@@ -12,13 +12,13 @@ from typing_extensions import Self
 from fastinfer.errors import RequestError
 from fastinfer.models.column_join import ColumnJoin
 from fastinfer.models.decoder import Decoder
-from fastinfer.models.draft_head import DraftHead
+from fastinfer.models.draft_head import ChainHead
 from fastinfer.models.norm import RMSNorm, factor_norm
 from fastinfer.weights.weight import Weight
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class EagleHead(DraftHead):
+class EagleHead(ChainHead):
     """Head of one layer, whose attention reads tokens and features beside each other.
 
     Attributes:

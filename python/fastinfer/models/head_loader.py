@@ -6,10 +6,12 @@ from fastinfer.models.attention_loader import load_attention
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import DecoderLayer
+from fastinfer.models.dflash_head import DFlashHead
 from fastinfer.models.draft_head import DraftHead
 from fastinfer.models.eagle_head import EagleHead
 from fastinfer.models.gguf_heads import GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
+from fastinfer.models.hf_dflash import HFDFlashCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint
 from fastinfer.models.hf_mtp import HFMTPCheckpoint
 from fastinfer.models.layer_reader import LayerReader, Part
@@ -68,6 +70,34 @@ def load_eagle_head(
         fc_norm=input_norm("input_norm", count * hidden) if settings.has_fc_norm else None,
         aux_norms=tuple(input_norm(f"fc_norm.{i}", hidden) for i in range(count)) if settings.has_aux_norms else (),
         norm_residual=settings.norm_residual,
+    )
+
+
+def load_dflash_head(
+    checkpoint: HFDFlashCheckpoint, precision: Precision, max_model_len: int | None, device: str
+) -> DFlashHead:
+    """Read a DFlash head; arguments and errors are those of :func:`fastinfer.models.loader.load_decoder`."""
+    reader, config = LayerReader(checkpoint, precision, device), checkpoint.config
+    assert config.block is not None
+    hidden, count = config.hidden_size, len(config.block.feature_layers)
+    tables = PositionTables.of(checkpoint, max_model_len or config.max_position, device)
+    norm, draft_tokens = reader.norm("norm"), checkpoint.draft_tokens()
+    return DFlashHead(
+        config=config,
+        dtype=precision.dtype,
+        exact=precision.exact,
+        embedding=reader.vocabulary("embedding", config.vocab_size) if "embedding" in checkpoint else None,
+        layers=tuple(
+            DecoderLayer(load_attention(reader, tables, index, is_split=True), load_mlp(reader, index))
+            for index in range(config.num_layers)
+        ),
+        norm=norm,
+        lm_head=reader.vocabulary("lm_head", config.draft_vocab_size or config.vocab_size)
+        if "lm_head" in checkpoint
+        else None,
+        draft_tokens=None if draft_tokens is None else draft_tokens.to(device),
+        fc=reader.weight(("fc",), checkpoint.linear("fc", hidden, count * hidden), None),
+        feature_norm=RMSNorm(reader.vector("hidden_norm", hidden), config.norm_eps),
     )
 
 

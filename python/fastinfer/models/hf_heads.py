@@ -17,6 +17,8 @@ from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import parse_hf_config
 
 SPECFORGE = "LlamaForCausalLMEagle3"
+# Kinds of heads by the architecture that config.json names.
+KINDS = {SPECFORGE: "eagle3", "DFlashDraftModel": "dflash"}
 SPECULATORS_KEY = "speculators_model_type"
 # Families of the layer by model_type.
 LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -40,14 +42,16 @@ class EagleSettings:
     has_aux_norms: bool = False
 
 
-def is_hf_head(path: Path) -> bool:
-    """Return whether a folder has a draft head.
+def hf_head_kind(path: Path) -> str | None:
+    """Return which kind of draft head a folder has, by speculators' names; ``None`` for none.
 
     Raises:
         CheckpointFormatError: config.json is missing or damaged.
     """
     values = JsonFields.read(path / "config.json", CheckpointFormatError).values
-    return SPECULATORS_KEY in values or values.get("architectures") == [SPECFORGE]
+    if SPECULATORS_KEY in values:
+        return str(values[SPECULATORS_KEY])
+    return next((kind for name, kind in KINDS.items() if values.get("architectures") == [name]), None)
 
 
 class HFHeadCheckpoint(HFCheckpoint):
@@ -60,7 +64,9 @@ class HFHeadCheckpoint(HFCheckpoint):
         layer, self._is_specforge = fields.object("transformer_layer_config"), SPECULATORS_KEY not in fields.values
         kind = "eagle3" if self._is_specforge else fields.get(SPECULATORS_KEY, str)
         if kind != "eagle3":
-            raise UnsupportedModelError(f"{fields.path}: {SPECULATORS_KEY} must be 'eagle3', got {kind!r:.80}")
+            raise UnsupportedModelError(
+                f"{fields.path}: {SPECULATORS_KEY} must be 'eagle3' or 'dflash', got {kind!r:.80}"
+            )
         if layer is None and not self._is_specforge:
             raise CheckpointFormatError(f"{fields.path}: transformer_layer_config is missing")
         values = dict(fields.values if layer is None else layer.values)

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fastinfer.models.decoder import Decoder
-from fastinfer.models.draft_head import DraftHead
+from fastinfer.models.draft_head import ChainHead
 from fastinfer.models.norm import Norm, RMSNorm
 from fastinfer.weights.weight import Weight
 
@@ -34,7 +34,7 @@ class MTPEnds:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class MTPHead(DraftHead):
+class MTPHead(ChainHead):
     """Layers for multi-token prediction, with the embedding and the output layer of their model.
 
     Their hidden states are normalised: each layer has a norm of its own.

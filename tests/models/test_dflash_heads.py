@@ -1,0 +1,186 @@
+"""DFlash heads in the formats of others: their drafts are those of a reference, and change no text."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.dflash_heads import BLOCK_SIZE, DRAFT_VOCAB, drafted_logits, random_head, write_own, write_speculators
+from support.drafts import GREEDY, OPTIONS, recorded_drafts, texts
+from support.eagle_heads import VOCAB_SIZE
+from support.peft_adapter import write_adapter
+from support.tiny_folder import write_tiny_folder
+from support.toy import always_speculate
+from torch import Tensor
+
+from fastinfer import LLM, SamplingParams
+from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError, UnsupportedModelError
+from fastinfer.models.hf_config import read_hf_config
+from fastinfer.structured_output import StructuredOutputsParams
+
+LAYERS = [0, 2, 3]  # whose outputs the heads read
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("model") / "model", sizes={"num_hidden_layers": 5})
+
+
+def with_head(model: Path, head: Path, **options: Any) -> LLM:
+    llm = LLM(str(model), **OPTIONS | {"draft_model": str(head), "num_speculative_tokens": 3} | options)
+    always_speculate(llm.engine)
+    return llm
+
+
+@pytest.mark.parametrize(
+    ("write", "num_layers", "settings"),
+    [
+        (write_own, 1, {}),
+        (write_own, 3, {"layer_types": ["full_attention"] * 3}),
+        (write_speculators, 2, {}),
+        (write_speculators, 2, {"model_type": "llama", "draft_vocab_size": DRAFT_VOCAB}),
+    ],
+)
+def test_drafts_are_those_of_the_reference(
+    model: Path, tmp_path: Path, write: Write, num_layers: int, settings: dict[str, Any]
+) -> None:
+    head = random_head(len(LAYERS), num_layers, **settings)
+    llm = with_head(model, write(tmp_path / "head", head, LAYERS, **settings))
+    drafts = recorded_drafts(llm)
+    assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
+    check(drafts, model, head)
+
+
+def check(drafts: list[tuple[list[int], int, Tensor]], model: Path, head: dict[str, Tensor], every: int = 3) -> None:
+    """Compare the logits of every nth block with the reference."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    starts = [i for i, (_, num_before, _) in enumerate(drafts) if num_before == 0]
+    blocks = [drafts[i:j] for i, j in zip(starts, [*starts[1:], len(drafts)], strict=True)]
+    assert {len(block) for block in blocks} >= {1, 3}  # fewer before a text's end
+    for block in blocks[::every]:
+        tokens = block[0][0]
+        with torch.no_grad():
+            found = whole(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+            outputs = [found[layer + 1][0] for layer in LAYERS]
+            embedding, lm_head = whole.model.embed_tokens.weight, whole.lm_head.weight
+            expected = drafted_logits(head, outputs, embedding, lm_head, tokens[-1], len(block))
+        torch.testing.assert_close(torch.stack([logits for _, _, logits in block]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_prefixes_forks_and_preemptions_keep_what_the_head_reads(model: Path, tmp_path: Path) -> None:
+    """The cache has room for few blocks, each text begins like others, and each prompt has three completions."""
+    head = random_head(len(LAYERS))
+    sampled = replace(GREEDY, temperature=1.0, n=3, seed=4)
+    llm = with_head(model, write_own(tmp_path / "head", head, LAYERS), kv_cache_memory=225_000)
+    texts(llm, GREEDY)
+    drafts = recorded_drafts(llm)
+    found = texts(llm, sampled)
+    stats = llm.engine.stats()
+    assert stats.num_hit_tokens > 40
+    assert stats.num_preemptions > 0
+    assert found == texts(LLM(str(model), **OPTIONS), sampled)
+    check(drafts, model, head, every=7)
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        (replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[^a]{30,}")), {}),
+        (replace(GREEDY, temperature=1.5, seed=1, repetition_penalty=1.2, logprobs=2), {"dtype": "auto"}),
+        (replace(GREEDY, temperature=0.7, seed=2, prompt_logprobs=1), {"kv_cache_dtype": "int8", "dtype": "bfloat16"}),
+        (GREEDY, {"enforce_eager": True, "enable_prefix_caching": False, "sparse_attention": 32}),
+        (GREEDY, {"tensor_parallel_size": 2}),
+        (GREEDY, {"device": "cpu=2,cpu=3"}),
+    ],
+)
+def test_no_option_changes_a_text(model: Path, tmp_path: Path, params: SamplingParams, options: dict[str, Any]) -> None:
+    llm = with_head(model, write_speculators(tmp_path / "head", random_head(len(LAYERS)), LAYERS), **options)
+    found, stats = texts(llm, params), llm.engine.stats()
+    assert found == texts(LLM(str(model), **OPTIONS | options | {"tensor_parallel_size": 1}), params)
+    assert stats.num_drafted_tokens > 20
+    assert stats.num_failed_draws == stats.num_failed_graphs == 0
+
+
+def test_a_head_that_is_right_saves_steps(tmp_path: Path) -> None:
+    """The model repeats a token, and the head, whose features are zeros, drafts the one of the mask: also this one."""
+    folder = write_tiny_folder(tmp_path / "model", sizes={"num_hidden_layers": 5})
+    weights = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        weights.lm_head.weight.zero_()
+    weights.save_pretrained(folder)  # all logits are equal, so that the first token is drawn again and again
+    llm = with_head(folder, write_own(tmp_path / "head", random_head(len(LAYERS)), LAYERS))
+    assert set(texts(llm, GREEDY)[0][0]) == {0}
+    stats = llm.engine.stats()
+    assert stats.num_accepted_tokens == stats.num_drafted_tokens > 40
+
+
+def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
+    """The head reads the states of the adapted model, and the embedding that is loaded again."""
+    head, adapter = random_head(len(LAYERS)), tmp_path / "adapter"
+    write_adapter(adapter, read_hf_config(model / "config.json"))
+    llm = with_head(model, write_own(tmp_path / "head", head, LAYERS), max_loras=1)
+    alone = LLM(str(model), max_loras=1, **OPTIONS)
+    for engine in (llm, alone):
+        engine.load_adapter("a", adapter)
+    before = texts(llm, GREEDY, adapter="a")
+    assert before == texts(alone, GREEDY, adapter="a") != texts(alone, GREEDY)
+    llm.sleep(2)
+    llm.wake_up()
+    assert texts(llm, GREEDY, adapter="a") == before
+    drafts = recorded_drafts(llm)
+    texts(llm, GREEDY)
+    check(drafts, model, head, every=7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            UnsupportedModelError,
+            "layer_types must be full",
+        ),
+        ({"model_type": "gemma"}, UnsupportedModelError, "model_type must be one of .*, got 'gemma'"),
+        ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor must be False, got True"),
+        ({"projector_type": "domino"}, UnsupportedModelError, "projector_type must be 'dflash', got 'domino'"),
+        ({"block_size": 1}, CheckpointFormatError, "block_size: expected 2 to inf, got 1"),
+        (
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2, 1, 3]}},
+            CheckpointFormatError,
+            "target_layer_ids must be ascending numbers",
+        ),
+        ({"dflash_config": {"target_layer_ids": LAYERS}}, CheckpointFormatError, "mask_token_id is missing"),
+        (
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2, 5]}},
+            RequestError,
+            r"reads the outputs of layers \(0, 2, 5\), but the model has 5 layers",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": VOCAB_SIZE, "target_layer_ids": LAYERS}},
+            CheckpointFormatError,
+            "mask_token_id: expected 0 to 319, got 320",
+        ),
+    ],
+)
+def test_wrong_heads_are_refused(
+    model: Path, tmp_path: Path, settings: dict[str, Any], error: type[FastinferError], message: str
+) -> None:
+    head = write_own(tmp_path / "head", random_head(len(LAYERS)), LAYERS, **settings)
+    with pytest.raises(error, match=message):
+        with_head(model, head)
+
+
+def test_a_head_is_no_model_and_drafts_one_block_at_most(model: Path, tmp_path: Path) -> None:
+    head = write_own(tmp_path / "head", random_head(len(LAYERS)), LAYERS)
+    with pytest.raises(RequestError, match="the model must be a whole one, got a draft head"):
+        LLM(str(head))
+    llm = with_head(model, head, num_speculative_tokens=9)
+    drafts = recorded_drafts(llm)
+    texts(llm, GREEDY)
+    assert max(num_before for _, num_before, _ in drafts) == BLOCK_SIZE - 2
+    with pytest.raises(RequestError, match="pipeline_parallel_size must be 1 with a draft head, got 2"):
+        with_head(model, head, pipeline_parallel_size=2)
