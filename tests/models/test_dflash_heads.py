@@ -182,5 +182,8 @@ def test_a_head_is_no_model_and_drafts_one_block_at_most(model: Path, tmp_path: 
     drafts = recorded_drafts(llm)
     texts(llm, GREEDY)
     assert max(num_before for _, num_before, _ in drafts) == BLOCK_SIZE - 2
+    speculator = llm.engine.speculator
+    assert speculator is not None
+    assert speculator.draft_seconds(0) == 0 < speculator.draft_seconds(1) == speculator.draft_seconds(3)
     with pytest.raises(RequestError, match="pipeline_parallel_size must be 1 with a draft head, got 2"):
         with_head(model, head, pipeline_parallel_size=2)
