@@ -28,6 +28,8 @@ class FlatModel:
     def __init__(self, vocab_size: int = 64, max_position: int = 2**17) -> None:
         self.config = SimpleNamespace(
             has_features=False,
+            is_draft_head=False,
+            block=None,
             num_layers=1,
             num_storing_layers=1,
             num_kv_heads=1,

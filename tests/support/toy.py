@@ -77,6 +77,8 @@ class ToyConfig:
     state_layers: tuple[bool, ...] = ()
     latent_attention: None = None
     has_features: bool = False
+    is_draft_head: bool = False
+    block: None = None
 
     @property
     def num_storing_layers(self) -> int:
