@@ -147,6 +147,7 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
         ({"model_type": "gemma"}, UnsupportedModelError, "model_type must be one of .*, got 'gemma'"),
         ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor must be False, got True"),
         ({"projector_type": "domino"}, UnsupportedModelError, "projector_type must be 'dflash', got 'domino'"),
+        ({"draft_vocab_size": 9}, CheckpointFormatError, "'lm_head.weight' is missing, which draft_vocab_size=9 needs"),
         ({"block_size": 1}, CheckpointFormatError, "block_size: expected 2 to inf, got 1"),
         (
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2, 1, 3]}},

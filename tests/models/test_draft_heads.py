@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from support.drafts import GREEDY, OPTIONS, recorded_drafts, texts
 from support.eagle_heads import drafted_logits, random_head, write_gguf_head, write_specforge, write_speculators
 from support.peft_adapter import write_adapter
@@ -175,6 +176,13 @@ def test_wrong_heads_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         with_head(model, write_speculators(tmp_path / "head", random_head(), **config))
+
+
+def test_a_head_with_a_part_of_the_vocabulary_has_its_own_output_layer(model: Path, tmp_path: Path) -> None:
+    folder = write_speculators(tmp_path / "head", head := random_head())
+    save_file({name: values for name, values in head.items() if name != "lm_head.weight"}, folder / "model.safetensors")
+    with pytest.raises(CheckpointFormatError, match=r"'lm_head\.weight' is missing, which draft_vocab_size=97 needs"):
+        with_head(model, folder)
 
 
 def test_gguf_heads_may_have_the_models_embedding_and_vocabulary(model: Path, tmp_path: Path) -> None:

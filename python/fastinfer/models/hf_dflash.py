@@ -14,7 +14,7 @@ from fastinfer.models.config import BlockConfig, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import parse_hf_config
-from fastinfer.models.hf_heads import LAYERS, MAX_POSITION
+from fastinfer.models.hf_heads import LAYERS, MAX_POSITION, check_output_layer
 
 
 class HFDFlashCheckpoint(HFCheckpoint):
@@ -63,4 +63,4 @@ class HFDFlashCheckpoint(HFCheckpoint):
         return BlockConfig(outputs, source.get("mask_token_id", int, minimum=0, maximum=vocab_size - 1), size)
 
     def _check_output_layer(self) -> None:
-        """A head without an output layer has that of its model."""
+        check_output_layer(self)

@@ -54,6 +54,15 @@ def hf_head_kind(path: Path) -> str | None:
     return next((kind for name, kind in KINDS.items() if values.get("architectures") == [name]), None)
 
 
+def check_output_layer(head: HFCheckpoint) -> None:
+    """Refuse a head without an output layer, which is then the model's, if it can draft a part of the tokens alone."""
+    size = head.config.draft_vocab_size
+    if size not in (0, head.config.vocab_size) and "lm_head" not in head:
+        raise CheckpointFormatError(
+            f"{head.path}: tensor 'lm_head.weight' is missing, which draft_vocab_size={size} needs"
+        )
+
+
 class HFHeadCheckpoint(HFCheckpoint):
     """An open folder with an EAGLE-3 head; arguments and errors are those of :class:`HFCheckpoint`."""
 
@@ -115,4 +124,4 @@ class HFHeadCheckpoint(HFCheckpoint):
         )
 
     def _check_output_layer(self) -> None:
-        """A head without an output layer has that of its model."""
+        check_output_layer(self)
