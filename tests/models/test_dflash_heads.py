@@ -105,6 +105,16 @@ def test_no_option_changes_a_text(model: Path, tmp_path: Path, params: SamplingP
     assert stats.num_failed_draws == stats.num_failed_graphs == 0
 
 
+def test_drafts_after_tokens_that_a_grammar_forces(model: Path, tmp_path: Path) -> None:
+    """The model computes these in one step, so that the head cannot know the states of all but the last before it."""
+    head = random_head(len(LAYERS))
+    llm = with_head(model, write_own(tmp_path / "head", head, LAYERS))
+    drafts = recorded_drafts(llm)
+    params = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="([a-e]{3}wxyz)+"))
+    assert texts(llm, params) == texts(LLM(str(model), **OPTIONS), params)
+    check(drafts, model, head, every=1)
+
+
 def test_a_head_that_is_right_saves_steps(tmp_path: Path) -> None:
     """The model repeats a token, and the head, whose features are zeros, drafts the one of the mask: also this one."""
     folder = write_tiny_folder(tmp_path / "model", sizes={"num_hidden_layers": 5})

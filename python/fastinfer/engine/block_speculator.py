@@ -62,7 +62,8 @@ class BlockSpeculator(DraftModelSpeculator):
     """Drafts all tokens of a block in one call of the head.
 
     The keys and values of the text are stored in the model's own steps, so the head has nothing to make up for. A draft
-    is drawn without the drafts before it: with penalties or a grammar fewer of them are right.
+    is drawn without the drafts before it: with penalties or a grammar fewer of them are right. Nothing is drafted where
+    the model computes several tokens at once, as after those that a grammar forces: it has no states of them yet.
 
     Args:
         worker, sampler, max_drafts, max_tokens: see :class:`DraftModelSpeculator`.
@@ -77,7 +78,7 @@ class BlockSpeculator(DraftModelSpeculator):
         return self._median_seconds() if count else 0.0
 
     def propose(self, chunks: list[Chunk]) -> None:
-        drafting = [chunk for chunk in chunks if chunk.num_drafts]
+        drafting = [chunk for chunk in chunks if chunk.num_drafts and chunk.num_tokens == 1]
         if not drafting:
             return
         start = time.perf_counter()
