@@ -12,13 +12,13 @@ PARAMETERS: dict[str, list[Any]] = {"dtype": ["fp32", "bf16"], "size": [1, 33, 2
 
 
 class Case(SimpleNamespace):
-    """What the choice looks at in a case of a test."""
+    """Stand-in for a case of a test."""
 
     def iter_markers(self, name: str | None = None) -> list[Any]:
         return [mark for mark in self.marks if name in (None, mark.name)]
 
 
-def cases(name: str = "test", *marks: str) -> list[Any]:
+def cases(name: str = "test", *marks: str, folder: str = "tests") -> list[Any]:
     found = []
     for values in product(*PARAMETERS.values()):
         parametrize = [SimpleNamespace(name="parametrize", args=(names, ())) for names in PARAMETERS]
@@ -26,7 +26,7 @@ def cases(name: str = "test", *marks: str) -> list[Any]:
         for names, value in zip(PARAMETERS, values, strict=True):
             params |= dict(zip(names.split(", "), value, strict=True)) if ", " in names else {names: value}
         others = [SimpleNamespace(name=mark, args=()) for mark in marks]
-        nodeid = f"tests/{name}.py::{name}[{'-'.join(map(str, values))}]"
+        nodeid = f"{folder}/{name}.py::{name}[{'-'.join(map(str, values))}]"
         found.append(Case(nodeid=nodeid, marks=parametrize + others, callspec=SimpleNamespace(params=params)))
     return found
 
@@ -57,6 +57,14 @@ def test_the_sanitizers_have_all_values_between_them() -> None:
 def test_a_case_that_is_asked_for_alone_runs() -> None:
     for case in cases():
         assert case_selection.without_repetition([case]) == [case]
+
+
+def test_other_tests_of_the_same_name_take_no_cases_away() -> None:
+    """Nor do those whose values have slashes, as paths have."""
+    one, other = cases(folder="tests/a"), cases(folder="tests/b")
+    assert len(case_selection.without_repetition([*one, *other])) == 2 * len(case_selection.without_repetition(one))
+    tests = [Case(nodeid=f"tests/{name}.py::{name}[/v1/x]", marks=[], callspec=one[0].callspec) for name in "ab"]
+    assert case_selection.without_repetition(tests) == tests  # type: ignore[arg-type, comparison-overlap]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support.dflash_heads import BLOCK_SIZE, DRAFT_VOCAB, drafted_logits, random_head, write_own, write_speculators
-from support.drafts import GREEDY, OPTIONS, recorded_drafts, texts
+from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, recorded_drafts, texts
 from support.eagle_heads import VOCAB_SIZE
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
@@ -133,14 +133,7 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
     head, adapter = random_head(len(LAYERS)), tmp_path / "adapter"
     write_adapter(adapter, read_hf_config(model / "config.json"))
     llm = with_head(model, write_own(tmp_path / "head", head, LAYERS), max_loras=1)
-    alone = LLM(str(model), max_loras=1, **OPTIONS)
-    for engine in (llm, alone):
-        engine.load_adapter("a", adapter)
-    before = texts(llm, GREEDY, adapter="a")
-    assert before == texts(alone, GREEDY, adapter="a") != texts(alone, GREEDY)
-    llm.sleep(2)
-    llm.wake_up()
-    assert texts(llm, GREEDY, adapter="a") == before
+    check_adapter_and_sleep(llm, LLM(str(model), max_loras=1, **OPTIONS), adapter)
     drafts = recorded_drafts(llm)
     texts(llm, GREEDY)
     check(drafts, model, head, every=7)

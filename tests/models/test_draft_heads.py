@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from support.drafts import GREEDY, OPTIONS, recorded_drafts, texts
+from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, recorded_drafts, texts
 from support.eagle_heads import drafted_logits, random_head, write_gguf_head, write_specforge, write_speculators
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
@@ -142,14 +142,7 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     write_adapter(adapter, read_hf_config(model / "config.json"))
     llm = with_head(model, write_speculators(tmp_path / "head", head), max_loras=1)
-    alone = LLM(str(model), max_loras=1, **OPTIONS)
-    for engine in (llm, alone):
-        engine.load_adapter("a", adapter)
-    before = texts(llm, GREEDY, adapter="a")
-    assert before == texts(alone, GREEDY, adapter="a") != texts(alone, GREEDY)
-    llm.sleep(2)
-    llm.wake_up()
-    assert texts(llm, GREEDY, adapter="a") == before
+    check_adapter_and_sleep(llm, LLM(str(model), max_loras=1, **OPTIONS), adapter)
     whole = transformers.AutoModelForCausalLM.from_pretrained(model)
     drafts = recorded_drafts(llm)
     texts(llm, GREEDY)

@@ -5,8 +5,8 @@ implications for software testing", 2004). So cases are chosen until they have
 
 * on the CPU, each pair of two parameters' values;
 * on emulated kernels, which are up to fifty times slower, each value;
-* under a sanitizer, each value; if two of them run, one half each. Tests that only repeat the kernels
-  of others are left out.
+* under a sanitizer, each value; if two of them run, one half each. Tests that only repeat the kernels of others are
+  left out.
 
 ``FASTINFER_CASES=all`` runs every case, and the tests that are marked as exhaustive. Tests that try one thing at many
 places have their ``share`` of these.
@@ -46,7 +46,7 @@ def without_repetition(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if not left_out & marks:
-            key = name_of(item).partition("[")[0], frozenset(marks & {"emulated", "avx512"})
+            key = item.nodeid.partition("[")[0], frozenset(marks & {"emulated", "avx512"})
             tests.setdefault(key, []).append(item)
     selected = []
     for (_, emulation), cases in tests.items():
@@ -60,7 +60,8 @@ def share(places: Sequence[T], every: int) -> Sequence[T]:
 
 
 def name_of(item: pytest.Item) -> str:
-    return item.nodeid.rpartition("/")[2]  # the same whatever folder the file is in
+    test, bracket, values = item.nodeid.partition("[")  # values may have slashes
+    return test.rpartition("/")[2] + bracket + values  # the same whatever folder the file is in
 
 
 def number_of(item: pytest.Item) -> int:
@@ -68,7 +69,7 @@ def number_of(item: pytest.Item) -> int:
 
 
 def values_of(case: pytest.Item) -> list[Hashable]:
-    """The values of its parameters; of those that one ``parametrize`` gives together, their tuple."""
+    """Return the values of its parameters; of those that one ``parametrize`` gives together, their tuple."""
     parameters = dict(case.callspec.params) if hasattr(case, "callspec") else {}
     values: list[Hashable] = []
     for mark in case.iter_markers("parametrize"):

@@ -1,11 +1,9 @@
 """DFlash heads of random numbers in the formats that there are, and what they draft, in the obvious lines of torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -19,6 +17,7 @@ from support.eagle_heads import (
     VOCAB_SIZE,
     rms_norm,
     rotate,
+    write_folder,
 )
 
 DRAFT_VOCAB, MASK, BLOCK_SIZE = 101, 317, 4
@@ -64,7 +63,7 @@ def write_own(folder: Path, head: dict[str, Tensor], layers: list[int], **settin
     """Write a folder as the authors of DFlash do; ``layers`` are those whose outputs are read."""
     config = {"architectures": ["DFlashDraftModel"], "block_size": BLOCK_SIZE, "model_type": "qwen3"}
     own = {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": layers}}
-    return _write(folder, head, LAYER | {"num_hidden_layers": _num_layers(head)} | config | own | settings)
+    return write_folder(folder, head, LAYER | {"num_hidden_layers": _num_layers(head)} | config | own | settings)
 
 
 def write_speculators(folder: Path, head: dict[str, Tensor], layers: list[int], **settings: Any) -> Path:
@@ -80,7 +79,7 @@ def write_speculators(folder: Path, head: dict[str, Tensor], layers: list[int], 
         "block_size": BLOCK_SIZE,
         "sample_from_anchor": False,
     }
-    return _write(folder, head, config | settings)
+    return write_folder(folder, head, config | settings)
 
 
 def drafted_logits(
@@ -120,10 +119,3 @@ def drafted_logits(
 
 def _num_layers(head: dict[str, Tensor]) -> int:
     return sum(name.endswith("input_layernorm.weight") for name in head)
-
-
-def _write(folder: Path, head: dict[str, Tensor], config: dict[str, Any]) -> Path:
-    folder.mkdir()
-    save_file(head, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder

@@ -1,5 +1,6 @@
 """Texts of an engine with a draft head, and what the head drafts."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -33,3 +34,14 @@ def recorded_drafts(llm: LLM) -> list[tuple[list[int], int, Tensor]]:
 
     worker.run = record  # type: ignore[method-assign]
     return drafts
+
+
+def check_adapter_and_sleep(llm: LLM, alone: LLM, adapter: Path) -> None:
+    """Check that an engine with a head writes an adapter's texts as one without does, also after a sleep."""
+    for engine in (llm, alone):
+        engine.load_adapter("a", adapter)
+    before = texts(llm, GREEDY, adapter="a")
+    assert before == texts(alone, GREEDY, adapter="a") != texts(alone, GREEDY)
+    llm.sleep(2)
+    llm.wake_up()
+    assert texts(llm, GREEDY, adapter="a") == before

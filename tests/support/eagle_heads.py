@@ -87,14 +87,14 @@ def write_speculators(folder: Path, head: dict[str, Tensor], **settings: Any) ->
         "draft_vocab_size": len(head["lm_head.weight"]),
         "transformer_layer_config": layer,
     }
-    return _write(folder, head, config | settings)
+    return write_folder(folder, head, config | settings)
 
 
 def write_specforge(folder: Path, head: dict[str, Tensor], **settings: Any) -> Path:
     """Write a folder as SpecForge does."""
     renamed = {name.replace("layers.0.", "midlayer."): values for name, values in head.items()}
     config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(head["lm_head.weight"])}
-    return _write(folder, renamed, LAYER | config | settings)
+    return write_folder(folder, renamed, LAYER | config | settings)
 
 
 def write_gguf_head(path: Path, head: dict[str, Tensor], **settings: Any) -> Path:
@@ -133,7 +133,8 @@ def write_gguf_head(path: Path, head: dict[str, Tensor], **settings: Any) -> Pat
     return path
 
 
-def _write(folder: Path, head: dict[str, Tensor], config: dict[str, Any]) -> Path:
+def write_folder(folder: Path, head: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    """Write a folder with these tensors and this config.json."""
     folder.mkdir()
     save_file(head, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

@@ -2,9 +2,8 @@
 
 import time
 
-from fastinfer.engine.block_table import BlockTable
 from fastinfer.engine.chunk import Chunk
-from fastinfer.engine.draft_model import DraftModelSpeculator
+from fastinfer.engine.draft_model import DraftModelSpeculator, SequenceView
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.sequence import Sequence
@@ -12,36 +11,21 @@ from fastinfer.engine.worker import Worker
 from fastinfer.models.config import BlockConfig
 
 
-class BlockToken:
-    """A stand-in for a :class:`Sequence`: one token of a block, which is computed as a sequence of its own.
+class BlockToken(SequenceView):
+    """A view of one token of a block, which is computed as a sequence of its own.
 
     Args:
         sequence: the sequence to draft for.
         position: position of the token.
         token: the token.
-        is_drafted: whether a draft is drawn at its place.
+        samples: whether a draft is drawn at its place.
     """
 
-    adapter = -1
-    images = layout = pooling = None
-    scores_prompt = False
-    num_slots = num_uncomputed_tokens = 1
-    num_restarts = num_unknown_tokens = 0
-    is_decoding = True
+    num_uncomputed_tokens = 1
 
-    def __init__(self, sequence: Sequence, position: int, token: int, is_drafted: bool) -> None:
-        self.sequence = sequence
-        self.num_computed_tokens = position
+    def __init__(self, sequence: Sequence, position: int, token: int, samples: bool) -> None:
+        super().__init__(sequence, position, samples)
         self.token_ids = {position: token}
-        self.samples = is_drafted
-
-    @property
-    def block_tables(self) -> list[BlockTable]:
-        return self.sequence.block_tables
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.sequence.num_prompt_tokens
 
 
 class BlockChunk(Chunk):

@@ -31,19 +31,16 @@ RETRY_STEPS = 64
 MISSING = -1e9
 
 
-class DraftView:
+class SequenceView:
     """A stand-in for a :class:`Sequence` in the draft model's steps.
 
-    Its tokens include the drafts so far, and its computed tokens are those that the draft model has computed. It has no
-    images: the draft model sees the tokens in their places as text, which makes drafts worse but not the text.
+    It has no images: the draft model sees the tokens in their places as text, which makes drafts worse but not the
+    text.
 
     Args:
         sequence: the sequence to draft for.
         num_computed_tokens: number of tokens that the draft model has computed.
-        wants_draft: whether to draw a draft once all tokens are computed.
-
-    Attributes:
-        drafts: tokens that have been drafted so far.
+        samples: whether to draw a draft once all tokens are computed.
     """
 
     adapter = -1
@@ -52,31 +49,44 @@ class DraftView:
     num_slots = 1
     num_restarts = num_unknown_tokens = 0
 
-    def __init__(self, sequence: Sequence, num_computed_tokens: int, wants_draft: bool) -> None:
+    def __init__(self, sequence: Sequence, num_computed_tokens: int, samples: bool) -> None:
         self.sequence = sequence
         self.num_computed_tokens = num_computed_tokens
-        self.samples = wants_draft
-        self.drafts: list[int] = []
+        self.samples = samples
 
     @property
     def block_tables(self) -> list[BlockTable]:
         return self.sequence.block_tables
 
     @property
-    def token_ids(self) -> "_Joined":
-        return _Joined(self.sequence.token_ids, self.drafts)
-
-    @property
     def num_prompt_tokens(self) -> int:
         return self.sequence.num_prompt_tokens
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        return len(self.sequence) + len(self.drafts) - self.num_computed_tokens
-
-    @property
     def is_decoding(self) -> bool:
         return self.sequence.is_decoding
+
+
+class DraftView(SequenceView):
+    """A view of a sequence with its drafts.
+
+    Its tokens include the drafts so far, and its computed tokens are those that the draft model has computed.
+
+    Attributes:
+        drafts: tokens that have been drafted so far.
+    """
+
+    def __init__(self, sequence: Sequence, num_computed_tokens: int, samples: bool) -> None:
+        super().__init__(sequence, num_computed_tokens, samples)
+        self.drafts: list[int] = []
+
+    @property
+    def token_ids(self) -> "_Joined":
+        return _Joined(self.sequence.token_ids, self.drafts)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.sequence) + len(self.drafts) - self.num_computed_tokens
 
 
 class _Joined:

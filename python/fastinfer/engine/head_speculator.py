@@ -20,7 +20,7 @@ class HeadSpeculator(DraftModelSpeculator):
             if sequence.is_decoding:
                 continue
             end = sequence.num_computed_tokens + chunk.num_tokens
-            view = DraftView(sequence, end - sequence.draft_gap, wants_draft=False)
+            view = DraftView(sequence, end - sequence.draft_gap, samples=False)
             count = min(sequence.draft_gap, room)
             parts.append((view, count))
             sequence.draft_gap -= count

@@ -84,7 +84,7 @@ class LatentAttentionConfig:
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """What a draft head that drafts a block of tokens at once was trained for.
+    """Settings of a draft head that drafts a block of tokens at once, as it was trained.
 
     Attributes:
         feature_layers: the layers of the model whose outputs it reads, in ascending order.

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from fastinfer import ops
 from fastinfer.errors import RequestError
 from fastinfer.models.attention import Attention
+from fastinfer.models.batch import Batch
 from fastinfer.models.column_join import ColumnJoin
 from fastinfer.models.config import BlockConfig
 from fastinfer.models.decoder import Decoder
@@ -42,7 +43,7 @@ class DFlashHead(DraftHead):
 
     @property
     def block(self) -> BlockConfig:
-        """What the head was trained for."""
+        """Settings of the blocks."""
         assert self.config.block is not None
         return self.config.block
 
@@ -54,8 +55,9 @@ class DFlashHead(DraftHead):
     def feature_layers(self) -> tuple[int, ...]:
         return self.block.feature_layers
 
-    def store(self, outputs: list[Tensor], positions: Tensor, slots: Tensor, kv_cache: KVCache) -> None:
+    def store(self, outputs: list[Tensor], batch: Batch, kv_cache: KVCache) -> None:
         assert self.join is not None
+        positions, slots = self.here(batch.positions), self.slots(batch, kv_cache)
         features = self.feature_norm(self.fc.linear(self.join(outputs)))
         for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
             attention = layer.attention

@@ -47,15 +47,24 @@ class DraftHead(Decoder, ABC):
         """The layers of the model whose outputs the head reads, in ascending order."""
 
     @abstractmethod
-    def store(self, outputs: list[Tensor], positions: Tensor, slots: Tensor, kv_cache: KVCache) -> None:
+    def store(self, outputs: list[Tensor], batch: Batch, kv_cache: KVCache) -> None:
         """Store what the head keeps of the model's tokens.
 
         Args:
-            outputs: outputs of :attr:`feature_layers`, each [tokens, hidden].
-            positions: [tokens] int64.
-            slots: [tokens] int64, their slots, -1 for tokens to skip.
+            outputs: outputs of :attr:`feature_layers`, each [tokens, hidden], on the head's device.
+            batch: the tokens, on the device of the last of these layers.
             kv_cache: the head's cache.
         """
+
+    def here(self, x: Tensor) -> Tensor:
+        """Copy a tensor to the head's device, unless it is there: a layer may be on another one."""
+        return x if x.device == self.device else moved(x, str(self.device))
+
+    def slots(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Return the slots of a batch's tokens in the head's cache, [tokens] int64, on its device."""
+        cache = kv_cache.layers[0]
+        assert isinstance(cache, LayerCache)
+        return self.here(batch.slot_mappings[cache.group])
 
     def for_model(self, model: Decoder, max_tokens: int) -> Self:
         """Return the head with what it shares with a model.
@@ -125,8 +134,8 @@ class ChainHead(DraftHead):
             x: [tokens, hidden], its output.
         """
 
-    def store(self, outputs: list[Tensor], positions: Tensor, slots: Tensor, kv_cache: KVCache) -> None:
-        store_features(kv_cache.layers[0], self.features(outputs), slots)
+    def store(self, outputs: list[Tensor], batch: Batch, kv_cache: KVCache) -> None:
+        store_features(kv_cache.layers[0], self.features(outputs), self.slots(batch, kv_cache))
 
     def for_model(self, model: Decoder, max_tokens: int) -> Self:
         head = super().for_model(model, max_tokens)
@@ -184,16 +193,7 @@ class FeatureWriter:
         return model.with_taps({layer: partial(self._add, layer) for layer in self._head.feature_layers})
 
     def _add(self, layer: int, x: Tensor, batch: Batch) -> None:
-        self._outputs[layer] = self._at_head(x)
+        self._outputs[layer] = self._head.here(x)
         layers = self._head.feature_layers
         if layer == layers[-1]:
-            outputs = [self._outputs.pop(index) for index in layers]
-            cache = self._kv_cache.layers[0]
-            assert isinstance(cache, LayerCache)
-            slots = self._at_head(batch.slot_mappings[cache.group])
-            self._head.store(outputs, self._at_head(batch.positions), slots, self._kv_cache)
-
-    def _at_head(self, x: Tensor) -> Tensor:
-        """Copy a tensor to the head's device, unless it is there: a layer may be on another one."""
-        device = self._head.device
-        return x if x.device == device else moved(x, str(device))
+            self._head.store([self._outputs.pop(index) for index in layers], batch, self._kv_cache)

@@ -1,6 +1,7 @@
 """Construction of draft heads from checkpoints."""
 
 from dataclasses import replace
+from typing import Any
 
 from fastinfer.models.attention_loader import load_attention
 from fastinfer.models.checkpoint import Checkpoint
@@ -33,6 +34,15 @@ class EagleReader(LayerReader):
         ]
 
 
+def own_vocabulary(reader: LayerReader) -> dict[str, Any]:
+    """Read the embedding, the output layer and its tokens, as attributes of a head; ``None`` for what it lacks."""
+    checkpoint, config = reader.checkpoint, reader.config
+    sizes = {"embedding": config.vocab_size, "lm_head": config.draft_vocab_size or config.vocab_size}
+    weights = {name: reader.vocabulary(name, size) if name in checkpoint else None for name, size in sizes.items()}
+    tokens = checkpoint.draft_tokens()
+    return {**weights, "draft_tokens": None if tokens is None else tokens.to(reader.device)}
+
+
 def load_eagle_head(
     checkpoint: HFHeadCheckpoint | GGUFHeadCheckpoint, precision: Precision, max_model_len: int | None, device: str
 ) -> EagleHead:
@@ -44,7 +54,6 @@ def load_eagle_head(
     assert isinstance(attention.norm, RMSNorm)
     count = 3 if settings.aux_layers is None else len(settings.aux_layers)
     fc = reader.weight(("fc",), checkpoint.linear("fc", hidden, count * hidden), None)
-    draft_tokens = checkpoint.draft_tokens()
     norm = reader.norm("norm")
     assert isinstance(norm, RMSNorm)
 
@@ -55,13 +64,8 @@ def load_eagle_head(
         config=config,
         dtype=precision.dtype,
         exact=precision.exact,
-        embedding=reader.vocabulary("embedding", config.vocab_size) if "embedding" in checkpoint else None,
         layers=(DecoderLayer(replace(attention, norm=NoNorm()), load_mlp(reader, 0), shares_input=True),),
         norm=norm,
-        lm_head=reader.vocabulary("lm_head", config.draft_vocab_size or config.vocab_size)
-        if "lm_head" in checkpoint
-        else None,
-        draft_tokens=None if draft_tokens is None else draft_tokens.to(device),
         token_norm=attention.norm,
         feature_norm=input_norm("layers.0.feature_norm", hidden),
         norm_output=settings.norm_output,
@@ -70,6 +74,7 @@ def load_eagle_head(
         fc_norm=input_norm("input_norm", count * hidden) if settings.has_fc_norm else None,
         aux_norms=tuple(input_norm(f"fc_norm.{i}", hidden) for i in range(count)) if settings.has_aux_norms else (),
         norm_residual=settings.norm_residual,
+        **own_vocabulary(reader),
     )
 
 
@@ -81,23 +86,18 @@ def load_dflash_head(
     assert config.block is not None
     hidden, count = config.hidden_size, len(config.block.feature_layers)
     tables = PositionTables.of(checkpoint, max_model_len or config.max_position, device)
-    norm, draft_tokens = reader.norm("norm"), checkpoint.draft_tokens()
     return DFlashHead(
         config=config,
         dtype=precision.dtype,
         exact=precision.exact,
-        embedding=reader.vocabulary("embedding", config.vocab_size) if "embedding" in checkpoint else None,
         layers=tuple(
             DecoderLayer(load_attention(reader, tables, index, is_split=True), load_mlp(reader, index))
             for index in range(config.num_layers)
         ),
-        norm=norm,
-        lm_head=reader.vocabulary("lm_head", config.draft_vocab_size or config.vocab_size)
-        if "lm_head" in checkpoint
-        else None,
-        draft_tokens=None if draft_tokens is None else draft_tokens.to(device),
+        norm=reader.norm("norm"),
         fc=reader.weight(("fc",), checkpoint.linear("fc", hidden, count * hidden), None),
         feature_norm=RMSNorm(reader.vector("hidden_norm", hidden), config.norm_eps),
+        **own_vocabulary(reader),
     )
 
 

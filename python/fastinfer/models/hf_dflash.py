@@ -8,26 +8,19 @@ https://github.com/vllm-project/speculators.
 from dataclasses import replace
 from typing import Any
 
-from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
-from fastinfer.formats.json_fields import JsonFields
+from fastinfer.errors import UnsupportedModelError
 from fastinfer.models.config import BlockConfig, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
-from fastinfer.models.hf_checkpoint import HFCheckpoint
-from fastinfer.models.hf_config import parse_hf_config
-from fastinfer.models.hf_heads import LAYERS, MAX_POSITION, check_output_layer
+from fastinfer.models.hf_heads import HFDraftCheckpoint
 
 
-class HFDFlashCheckpoint(HFCheckpoint):
+class HFDFlashCheckpoint(HFDraftCheckpoint):
     """An open folder with a DFlash head; arguments and errors are those of :class:`HFCheckpoint`."""
 
     def _read_config(self) -> tuple[ModelConfig, Family]:
         fields = self._fields
         layer = fields.object("transformer_layer_config")
-        values = dict(fields.values if layer is None else layer.values)
-        name = values.get("model_type", "qwen3")
-        if name not in LAYERS:
-            raise UnsupportedModelError(f"{fields.path}: model_type must be one of {list(LAYERS)}, got {name!r:.80}")
-        kinds = set(values.get("layer_types") or [])
+        kinds = set((fields if layer is None else layer).values.get("layer_types") or [])
         if kinds - {"full_attention"}:
             raise UnsupportedModelError(
                 f"{fields.path}: layer_types must be full_attention alone, got {sorted(map(str, kinds))!r:.80}"
@@ -37,10 +30,7 @@ class HFDFlashCheckpoint(HFCheckpoint):
                 raise UnsupportedModelError(
                     f"{fields.path}: {key} must be {expected!r}, got {fields.values[key]!r:.80}"
                 )
-        size: int | None = fields.get("draft_vocab_size", int, None)
-        values |= {"architectures": [LAYERS[name]], "tie_word_embeddings": None}
-        values |= {"max_position_embeddings": MAX_POSITION, "draft_vocab_size": size}
-        config = parse_hf_config(JsonFields(fields.path, values, CheckpointFormatError))
+        config = self._layers_config("qwen3", fields.get("draft_vocab_size", int, None))
         if config.draft_vocab_size == config.vocab_size:
             config = replace(config, draft_vocab_size=0)
         family = FAMILIES[config.architecture]
@@ -55,12 +45,8 @@ class HFDFlashCheckpoint(HFCheckpoint):
         source = fields if own is None else own
         name = "target_layer_ids" if is_own else "aux_hidden_state_layer_ids"
         layers: list[Any] = source.get(name, list)
-        if not layers or not all(type(layer) is int for layer in layers) or sorted(set(layers)) != layers:
-            raise CheckpointFormatError(f"{fields.path}: {name} must be ascending numbers, got {layers!r:.80}")
+        self._check_layer_ids(name, layers)
         size: int = fields.get("block_size", int, minimum=2)
         # speculators counts the layers whose inputs are read.
         outputs = tuple(layer if is_own else layer - 1 for layer in layers)
         return BlockConfig(outputs, source.get("mask_token_id", int, minimum=0, maximum=vocab_size - 1), size)
-
-    def _check_output_layer(self) -> None:
-        check_output_layer(self)

@@ -54,16 +54,38 @@ def hf_head_kind(path: Path) -> str | None:
     return next((kind for name, kind in KINDS.items() if values.get("architectures") == [name]), None)
 
 
-def check_output_layer(head: HFCheckpoint) -> None:
-    """Refuse a head without an output layer, which is then the model's, if it can draft a part of the tokens alone."""
-    size = head.config.draft_vocab_size
-    if size not in (0, head.config.vocab_size) and "lm_head" not in head:
-        raise CheckpointFormatError(
-            f"{head.path}: tensor 'lm_head.weight' is missing, which draft_vocab_size={size} needs"
-        )
+class HFDraftCheckpoint(HFCheckpoint):
+    """An open folder with a draft head, whose layers are those of a family of models.
+
+    Arguments and errors are those of :class:`HFCheckpoint`.
+    """
+
+    def _layers_config(self, default_type: str, draft_vocab_size: int | None) -> ModelConfig:
+        """Read the configuration of the layers, from ``transformer_layer_config`` if there is one."""
+        fields, layer = self._fields, self._fields.object("transformer_layer_config")
+        values = dict(fields.values if layer is None else layer.values)
+        name = values.get("model_type", default_type)
+        if name not in LAYERS:
+            raise UnsupportedModelError(f"{fields.path}: model_type must be one of {list(LAYERS)}, got {name!r:.80}")
+        values |= {"architectures": [LAYERS[name]], "tie_word_embeddings": None}
+        values |= {"max_position_embeddings": MAX_POSITION, "draft_vocab_size": draft_vocab_size}
+        return parse_hf_config(JsonFields(fields.path, values, CheckpointFormatError))
+
+    def _check_layer_ids(self, name: str, ids: list[Any]) -> None:
+        """Check the numbers of the model's layers that the head reads, which config.json has as ``name``."""
+        if not ids or not all(type(layer) is int for layer in ids) or sorted(set(ids)) != ids:
+            raise CheckpointFormatError(f"{self._fields.path}: {name} must be ascending numbers, got {ids!r:.80}")
+
+    def _check_output_layer(self) -> None:
+        """Refuse a head without an output layer, which is then the model's, if it can draft a part of the tokens."""
+        size = self.config.draft_vocab_size
+        if size not in (0, self.config.vocab_size) and "lm_head" not in self:
+            raise CheckpointFormatError(
+                f"{self.path}: tensor 'lm_head.weight' is missing, which draft_vocab_size={size} needs"
+            )
 
 
-class HFHeadCheckpoint(HFCheckpoint):
+class HFHeadCheckpoint(HFDraftCheckpoint):
     """An open folder with an EAGLE-3 head; arguments and errors are those of :class:`HFCheckpoint`."""
 
     eagle: EagleSettings
@@ -78,14 +100,7 @@ class HFHeadCheckpoint(HFCheckpoint):
             )
         if layer is None and not self._is_specforge:
             raise CheckpointFormatError(f"{fields.path}: transformer_layer_config is missing")
-        values = dict(fields.values if layer is None else layer.values)
-        name = values.get("model_type", "llama")
-        if name not in LAYERS:
-            raise UnsupportedModelError(f"{fields.path}: model_type must be one of {list(LAYERS)}, got {name!r:.80}")
-        size = fields.get("draft_vocab_size", int, 0)
-        values |= {"architectures": [LAYERS[name]], "draft_vocab_size": size, "tie_word_embeddings": None}
-        values["max_position_embeddings"] = MAX_POSITION
-        config = parse_hf_config(JsonFields(fields.path, values, CheckpointFormatError))
+        config = self._layers_config("llama", fields.get("draft_vocab_size", int, 0))
         if config.num_layers != 1:
             raise UnsupportedModelError(f"{fields.path}: num_hidden_layers must be 1, got {config.num_layers}")
         wide = fields.get("target_hidden_size", int, config.hidden_size)
@@ -111,10 +126,8 @@ class HFHeadCheckpoint(HFCheckpoint):
         if ids is None and eagle is not None:
             outputs = eagle.get("eagle_aux_hidden_state_layer_ids", list, None)
             ids = outputs and [layer + 1 if isinstance(layer, int) else layer for layer in outputs]
-        if ids is not None and (not all(type(layer) is int for layer in ids) or sorted(set(ids)) != ids or not ids):
-            raise CheckpointFormatError(
-                f"{fields.path}: eagle_aux_hidden_state_layer_ids must be ascending numbers, got {ids!r:.80}"
-            )
+        if ids is not None:
+            self._check_layer_ids("eagle_aux_hidden_state_layer_ids", ids)
         return EagleSettings(
             None if ids is None else tuple(ids),
             norm_residual=fields.get("norm_before_residual", bool, False),
@@ -122,6 +135,3 @@ class HFHeadCheckpoint(HFCheckpoint):
             has_fc_norm=fields.get("norm_before_fc", bool, False),
             has_aux_norms=fields.get("fc_norm", bool, False),
         )
-
-    def _check_output_layer(self) -> None:
-        check_output_layer(self)
