@@ -16,6 +16,7 @@ from support.tiny_folder import write_tiny_folder
 
 from fastinfer import LLM, SamplingParams
 from fastinfer.engine import batch_inputs
+from fastinfer.parallel import peer_group
 
 device = device_fixture("cuda")
 
@@ -58,6 +59,16 @@ def test_texts_are_those_of_one_gpu(folder: Path, divided: LLM, device: str) -> 
         for token, own, other in zip(prompt["prompt_token_ids"][1:], ours[1:], theirs[1:], strict=True):
             # On the emulator at most 0.06. Sums without the other rank's part change some by 0.8 and more.
             assert own[token].logprob == pytest.approx(other[token].logprob, abs=0.2)
+
+
+@pytest.mark.parametrize("folder", ["llama3"], indirect=True)
+def test_exchanges_through_host_memory_change_no_bit(
+    folder: Path, divided: LLM, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = texts(divided)
+    monkeypatch.setenv(peer_group.DISABLED, "1")
+    monkeypatch.delattr(peer_group, "_memories_of_gpus")
+    assert texts(LLM(str(folder), device="cuda", **RANKS, **LIMITS)) == expected
 
 
 def test_killed_rank_ends_the_step_with_its_name(divided: LLM, device: str) -> None:

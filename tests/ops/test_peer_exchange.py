@@ -48,8 +48,11 @@ def spread(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
         (2, 20000, torch.bfloat16),
     ],
 )
-def test_all_reduce(size: int, elements: int, dtype: torch.dtype, device: str, make_peers: MakePeers) -> None:
-    peers = make_peers(size)
+@pytest.mark.parametrize("in_host", [False, True])
+def test_all_reduce(
+    size: int, elements: int, dtype: torch.dtype, in_host: bool, device: str, make_peers: MakePeers
+) -> None:
+    peers = make_peers(size, in_host=in_host)
     # Three exchanges, as the slots are used in turns, with other numbers of blocks.
     whole = [spread(size, n, dtype=dtype, device=device) for n in (elements, 24, elements)]
     own = [[parts[rank].clone() for parts in whole] for rank in range(size)]

@@ -1,6 +1,8 @@
 """Ranks give each other their memory: here of the host, with a stand-in for torch's handles of a GPU's memory."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ def test_ranks_address_the_memory_of_all_others(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(peer_group, "_share", share)
     monkeypatch.setattr(peer_group, "_open", lambda handle, _: memories[json.loads(handle)])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: True)
     first, second = in_ranks(2, lambda group: PeerGroup.connect(group, "cpu"))
     for rank in range(2):
         first._memories[rank][rank] = 7 + rank
@@ -30,6 +33,47 @@ def test_ranks_address_the_memory_of_all_others(monkeypatch: pytest.MonkeyPatch)
     table = second.memory.view(torch.int64)
     assert table[:2].tolist() == [2, SLOT_BYTES]
     assert table[5:7].tolist() == [memory.data_ptr() for memory in second._memories]
+
+
+def test_gpus_without_access_to_each_other_share_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[int, int]] = set()
+    pinned: dict[int, int] = {}
+
+    def can_access(gpu: int, peer: int) -> bool:
+        asked.add((gpu, peer))
+        return (gpu, peer) != (4, 3)
+
+    def pin(address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 0
+        pinned[address] = num_bytes
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=pin, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    first, second = in_ranks(2, lambda group: PeerGroup.connect(group, f"cuda:{3 + group.rank}"))
+    assert asked == {(3, 4), (4, 3)}
+    num_bytes = _C.peer_memory_bytes(SLOT_BYTES)
+    for rank, (own, others) in enumerate(zip(first._memories, second._memories, strict=True)):
+        assert own.numel() == num_bytes
+        assert own.count_nonzero() == 0
+        own[rank] = 7 + rank
+        assert others[rank] == 7 + rank
+    for group in (first, second):  # each process pins the memory of all
+        assert pinned[group._memories[0].data_ptr()] == 2 * num_bytes
+        assert group._memories[1].data_ptr() == group._memories[0].data_ptr() + num_bytes
+    del first, second, own, others, group
+    assert not pinned
+
+
+def test_memory_of_the_host_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setenv(peer_group.DISABLED, "1")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with pytest.raises(RuntimeError, match="the memory for exchanges between GPUs cannot be pinned: 2"):
+        in_ranks(2, lambda group: PeerGroup.connect(group, f"cuda:{group.rank}"))
 
 
 def test_check_says_that_exchanges_ended() -> None:

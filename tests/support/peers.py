@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ class Peers:
         slot_bytes: size of a slot.
         one_shot_bytes: see :class:`fastinfer.parallel.peer_group.PeerGroup`.
         deadline: longest wait in seconds; on the emulator a look at another rank's memory takes a microsecond.
+        in_host: whether a GPU's ranks exchange through pinned memory of the host; the emulator has no other.
     """
 
     def __init__(
@@ -38,9 +39,12 @@ class Peers:
         slot_bytes: int = 2**14,
         one_shot_bytes: int | None = None,
         deadline: float = 20.0,
+        in_host: bool = False,
     ) -> None:
         num_bytes = _C.peer_memory_bytes(slot_bytes)
-        memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(size)]
+        is_pinned = in_host and library is None
+        place: dict[str, Any] = {"pin_memory": True} if is_pinned else {"device": device}
+        memories = [torch.zeros(num_bytes, dtype=torch.uint8, **place) for _ in range(size)]
         self.groups = [PeerGroup(rank, memories, deadline, one_shot_bytes) for rank in range(size)]
         self._emulator = Emulator(library) if library is not None else None
         self._streams = [torch.cuda.Stream() for _ in range(size)] if library is None else []

@@ -1,7 +1,10 @@
-"""GPUs of one machine that address each other's memory; not yet run on several GPUs."""
+"""Memory that all GPUs of a group address, for the exchange of activations; not yet run on several GPUs."""
 
 import json
+import os
+import weakref
 from collections.abc import Sequence
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -11,6 +14,8 @@ from fastinfer.parallel.group import DEADLINE, SLOT_BYTES, Group, Team
 
 # Room for the handle of a rank's memory, which ranks exchange like activations.
 HANDLE_BYTES = 4096
+# Set to 1, it keeps GPUs from each other's memory, where that does not work though CUDA says so.
+DISABLED = "FASTINFER_P2P_DISABLE"
 TABLE_BYTES = len(_C.peer_table([0], _C.peer_memory_bytes(SLOT_BYTES), DEADLINE, 0, None))
 
 
@@ -36,30 +41,27 @@ class PeerGroup:
         self.size = len(memories)
         self._memories = list(memories)
         self._deadline = deadline
-        self._aborted = torch.zeros(1, dtype=torch.int64, pin_memory=memories[rank].is_cuda)
+        is_addressed_by_gpus = memories[rank].is_cuda or memories[rank].is_pinned()
+        self._aborted = torch.zeros(1, dtype=torch.int64, pin_memory=is_addressed_by_gpus)
         addresses = [memory.data_ptr() for memory in memories]
         table = _C.peer_table(addresses, memories[rank].numel(), deadline, self._aborted.data_ptr(), one_shot_bytes)
         self.memory = torch.frombuffer(bytearray(table), dtype=torch.uint8)
 
     @classmethod
     def connect(cls, group: Group, device: str) -> "PeerGroup":
-        """Allocate this rank's memory on its GPU, and open that of all others; all ranks call it together.
+        """Allocate memory that the GPUs of all ranks address, and return this rank's view; all ranks call it together.
 
         Args:
-            group: the ranks' processes, which exchange handles. Each must see all GPUs.
+            group: the ranks' processes. Each must see all GPUs, which have consecutive numbers.
             device: GPU of this rank.
 
         Raises:
-            RuntimeError: a rank did not come, or a GPU cannot address another one's memory.
+            RuntimeError: a rank did not come, or the memory cannot be shared.
         """
-        own = torch.zeros(_C.peer_memory_bytes(SLOT_BYTES), dtype=torch.uint8, device=device)
-        if own.is_cuda:
-            torch.cuda.synchronize(own.device)
-        handle = torch.frombuffer(bytearray(_share(own).ljust(HANDLE_BYTES)), dtype=torch.float32)[None]
-        handles = ops.all_gather(handle, group.memory, group.rank, [handle.numel()] * group.size)
-        parts = [part.numpy().tobytes() for part in handles.view(torch.uint8).split(HANDLE_BYTES, 1)]
-        memories = [own if rank == group.rank else _open(part, own.device) for rank, part in enumerate(parts)]
-        return cls(group.rank, memories)
+        own = torch.device(device)
+        first = (own.index or 0) - group.rank
+        peers = have_peer_access(range(first, first + group.size))
+        return cls(group.rank, _memories_of_gpus(group, own) if peers else _memories_of_host(group, own))
 
     @property
     def is_aborted(self) -> bool:
@@ -92,6 +94,37 @@ def unconnected_team(group: Group) -> Team:
     Its memory is all zeros until the table of a :class:`PeerGroup` is copied there.
     """
     return Team(group.rank, group.size, torch.zeros(TABLE_BYTES, dtype=torch.uint8))
+
+
+def have_peer_access(gpus: Sequence[int]) -> bool:
+    """Return whether GPUs address each other's memory; otherwise they exchange through memory of the host."""
+    return os.environ.get(DISABLED) != "1" and all(
+        torch.cuda.can_device_access_peer(gpu, peer) for gpu, peer in permutations(gpus, 2)
+    )
+
+
+def _memories_of_gpus(group: Group, device: torch.device) -> list[Tensor]:
+    """Allocate this rank's memory on its GPU, and open that of all others by handles, which ranks exchange."""
+    own = torch.zeros(_C.peer_memory_bytes(SLOT_BYTES), dtype=torch.uint8, device=device)
+    if own.is_cuda:
+        torch.cuda.synchronize(own.device)
+    handle = torch.frombuffer(bytearray(_share(own).ljust(HANDLE_BYTES)), dtype=torch.float32)[None]
+    handles = ops.all_gather(handle, group.memory, group.rank, [handle.numel()] * group.size)
+    parts = [part.numpy().tobytes() for part in handles.view(torch.uint8).split(HANDLE_BYTES, 1)]
+    return [own if rank == group.rank else _open(part, own.device) for rank, part in enumerate(parts)]
+
+
+def _memories_of_host(group: Group, device: torch.device) -> list[Tensor]:
+    """Allocate memory of the host for all ranks, which their processes share, and pin it for this rank's GPU."""
+    num_bytes = _C.peer_memory_bytes(SLOT_BYTES)
+    memory = group.allocate_inputs(group.size * num_bytes)
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()
+        error = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    if int(error) != 0:
+        raise RuntimeError(f"the memory for exchanges between GPUs cannot be pinned: {error}")
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
+    return list(torch.from_numpy(memory).split(num_bytes))
 
 
 def _share(memory: Tensor) -> bytes:

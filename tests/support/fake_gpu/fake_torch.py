@@ -280,6 +280,17 @@ def properties(device: Any = None) -> SimpleNamespace:
     )
 
 
+# Memory of the host that is pinned in place, by its addresses.
+registered: set[int] = set()
+
+
+def register(address: int, num_bytes: int, flags: int) -> int:
+    assert (num_bytes > 0, flags) == (True, 0)
+    assert address not in registered, "pinned already"
+    registered.add(address)
+    return 0
+
+
 def set_sync_debug_mode(mode: str) -> None:
     state.checks_waiting = mode == "error"
 
@@ -291,6 +302,7 @@ def install() -> None:
         "is_initialized": lambda: True,
         "device_count": lambda: int(os.environ.get("FASTINFER_FAKE_GPUS", "1")),
         "can_device_access_peer": lambda device, peer: True,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.remove),
         "init": lambda: None,
         "current_device": lambda: 0,
         "get_device_name": lambda device=None: "Fake GPU",
