@@ -10,7 +10,14 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, recorded_drafts, texts
-from support.eagle_heads import drafted_logits, random_head, write_gguf_head, write_specforge, write_speculators
+from support.eagle_heads import (
+    VOCAB_SIZE,
+    drafted_logits,
+    random_head,
+    write_gguf_head,
+    write_specforge,
+    write_speculators,
+)
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
 from support.toy import always_speculate
@@ -176,6 +183,16 @@ def test_a_head_with_a_part_of_the_vocabulary_has_its_own_output_layer(model: Pa
     save_file({name: values for name, values in head.items() if name != "lm_head.weight"}, folder / "model.safetensors")
     with pytest.raises(CheckpointFormatError, match=r"'lm_head\.weight' is missing, which draft_vocab_size=97 needs"):
         with_head(model, folder)
+
+
+def test_a_head_without_a_size_drafts_all_tokens(model: Path, tmp_path: Path) -> None:
+    head = random_head()
+    del head["d2t"], head["t2d"]
+    head["lm_head.weight"] = torch.randn(VOCAB_SIZE, head["lm_head.weight"].shape[1])
+    llm = with_head(model, write_specforge(tmp_path / "head", head, draft_vocab_size=None))
+    drafts = recorded_drafts(llm)
+    assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
+    check(drafts[::9], model, head, (2, 3, 4))
 
 
 def test_gguf_heads_may_have_the_models_embedding_and_vocabulary(model: Path, tmp_path: Path) -> None:

@@ -146,6 +146,22 @@ def test_ranks_end_with_the_program_and_leave_no_memory(folder: Path) -> None:
     assert {name for name in os.listdir("/dev/shm") if "fastinfer" in name} <= before
 
 
+@pytest.mark.exhaustive
+def test_twenty_programs_that_start_together(folder: Path) -> None:
+    """None of them takes what another one needs, as ports or names could be taken."""
+    before = set(os.listdir("/dev/shm"))
+    program = PROGRAM.format(then="print(*llm.generate([{'prompt_token_ids': [3]}])[0].outputs[0].token_ids)")
+    command = [sys.executable, "-c", program, str(folder)]
+    programs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(20)]
+    results = [program.communicate(timeout=500) for program in programs]
+    assert [program.returncode for program in programs] == [0] * 20, [errors for _, errors in results]
+    pids, texts = zip(*(output.splitlines() for output, _ in results), strict=True)
+    assert len(set(texts)) == 1
+    assert len(set(pids)) == 20
+    assert not any(is_alive(int(pid)) for pid in pids)
+    assert {name for name in os.listdir("/dev/shm") if "fastinfer" in name} <= before
+
+
 def test_ranks_end_with_the_engine(folder: Path) -> None:
     llm = LLM(str(folder), tensor_parallel_size=2, **LIMITS)
     pids = ranks_of(llm).pids

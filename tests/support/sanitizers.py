@@ -15,10 +15,12 @@ from support.paths import ROOT
 # Python itself leaks. Libraries without instrumentation, libfastinfer among them, synchronise their threads unseen.
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66 ignore_noninstrumented_modules=1"}
 
-# Those that run.
-SANITIZERS = os.environ.get("FASTINFER_SANITIZERS", "thread address").split()
 SMALL_RANDOMISATION_BITS = 28  # that ThreadSanitizer's shadow memory bears
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
+# Those that run.
+SANITIZERS = os.environ.get("FASTINFER_SANITIZERS", "thread address").split()
+if not SANITIZERS or not RUNTIMES.keys() >= set(SANITIZERS):
+    raise SystemExit(f"FASTINFER_SANITIZERS must name one or both of address and thread, got {' '.join(SANITIZERS)!r}")
 TIMEOUT_S = 1800
 NO_TESTS = 5  # pytest's exit code where arguments leave a part without any
 

@@ -100,7 +100,7 @@ class HFHeadCheckpoint(HFDraftCheckpoint):
             )
         if layer is None and not self._is_specforge:
             raise CheckpointFormatError(f"{fields.path}: transformer_layer_config is missing")
-        config = self._layers_config("llama", fields.get("draft_vocab_size", int, 0))
+        config = self._layers_config("llama", fields.get("draft_vocab_size", int, None))
         if config.num_layers != 1:
             raise UnsupportedModelError(f"{fields.path}: num_hidden_layers must be 1, got {config.num_layers}")
         wide = fields.get("target_hidden_size", int, config.hidden_size)
