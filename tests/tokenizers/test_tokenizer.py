@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gguf_tokenizer_file import write_tokenizer
+from support.hf_tokenizers import byte_level, save
 from tokenizers import pre_tokenizers
 
 from fastinfer.errors import FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
@@ -306,6 +307,29 @@ def test_end_tokens_named_by_the_file(tmp_path: Path) -> None:
     toy = Tokenizer.from_gguf(toy_file(tmp_path, eos_token_id=0, eot_token_id=1, eom_token_id=2))
     assert toy.eos_ids == {0, 1, 2, 9}
     assert toy.eos_token == "a"
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (["<|end|>", "<|endoftext|>"], {"<|end|>", "<|endoftext|>"}),  # Phi
+        (["<turn|>", "<|tool_response>", "<|turn>"], {"<turn|>", "<|tool_response>"}),  # Gemma 4
+        # Harmony: <|end|> ends the reasoning, and the answer follows.
+        (["<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"], {"<|return|>", "<|call|>", "<|endoftext|>"}),
+        (["<|end|>", "<|return|>"], {"<|end|>"}),
+    ],
+)
+def test_end_tokens_that_no_file_names(tmp_path: Path, names: list[str], ends: set[str]) -> None:
+    tokens = [*"abcd", "ab", *names]
+    types = [1] * 5 + [3] * len(names)
+    toy = Tokenizer.from_gguf(
+        toy_file(tmp_path, tokens=tokens, merges=["a b"], token_type=types, bos_token_id=None, eos_token_id=2)
+    )
+    assert {tokens[i] for i in toy.eos_ids} == {"c", *ends}
+    backend = byte_level()
+    backend.add_special_tokens(names)
+    folder = Tokenizer.from_folder(save(tmp_path / "model", backend))
+    assert {backend.id_to_token(i) for i in folder.eos_ids} == {"</s>", "<|im_end|>", *ends}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from fastinfer.formats.gguf import GGUFFile
 from fastinfer.tokenizers import library
 from fastinfer.tokenizers.pre_tokenizers import IGNORE_MERGES, NO_BOS, NORMALIZE_NFC, PRE_TOKENIZERS
 from fastinfer.tokenizers.sentencepiece import SentencePieceBPE
-from fastinfer.tokenizers.vocabulary import END_TOKENS, MARKER, SPACE, Vocabulary, byte_level_bytes, sentencepiece_bytes
+from fastinfer.tokenizers.vocabulary import MARKER, SPACE, Vocabulary, byte_level_bytes, end_tokens, sentencepiece_bytes
 
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -70,7 +70,12 @@ class _Tokens:
         """Build the vocabulary; ``add_bos`` is a default that the file can override."""
         bos, eos = self.special_id("bos"), self.special_id("eos")
         added = self.control | self.user_defined
-        ends = {eos, self.special_id("eot"), self.special_id("eom"), *(added[t] for t in END_TOKENS & added.keys())}
+        ends = {
+            eos,
+            self.special_id("eot"),
+            self.special_id("eom"),
+            *(added[name] for name in end_tokens(added.keys())),
+        }
         add_bos = self.file.get("tokenizer.ggml.add_bos_token", bool, add_bos)
         add_eos = self.file.get("tokenizer.ggml.add_eos_token", bool, False)
         return Vocabulary(

@@ -18,11 +18,11 @@ from fastinfer.formats.json_fields import JsonFields
 from fastinfer.tokenizers import library
 from fastinfer.tokenizers.tokenizer_json import check_tokenizer_json
 from fastinfer.tokenizers.vocabulary import (
-    END_TOKENS,
     MARKER,
     SPACE,
     Vocabulary,
     byte_level_bytes,
+    end_tokens,
     metaspace_bytes,
     sentencepiece_bytes,
 )
@@ -62,7 +62,7 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
 
     bos_id = vocab.get(settings.bos or "", settings.bos_id)
     eos_ids = {*settings.eos_ids, *(vocab[name] for name in (settings.eos,) if name)}
-    eos_ids |= {i for i in special if tokens[i] in END_TOKENS}
+    eos_ids |= {vocab[name] for name in end_tokens({added[i].content for i in special})}
     if bad := [i for i in {bos_id, *eos_ids} if i is not None and i >= len(tokens)]:
         raise CheckpointFormatError(
             f"{folder}: expected token ids below {len(tokens)} for the special tokens, got {bad[0]}"

@@ -1,7 +1,7 @@
 """Vocabulary of a model: spellings of its tokens, their bytes, and which of them are not text."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,24 +10,40 @@ SPACE = "▁"
 
 # Tokens that end an answer, in addition to those that the file names: chat models have a token for the end of a turn
 # and one for the end of a text, and many files name only one of them.
-END_TOKENS = frozenset(
+_END_TOKENS = frozenset(
     {
         "<|im_end|>",
         "<|eot_id|>",
         "<|eom_id|>",
         "<|end|>",
         "<end_of_turn>",
+        "<turn|>",
+        "<|tool_response>",
         "<|END_OF_TURN_TOKEN|>",
         "<|endoftext|>",
         "<|end_of_text|>",
+        "<end_of_utterance>",
     }
 )
+# In OpenAI's harmony format these end an answer. Its <|end|> ends each message of one, the reasoning for example.
+_HARMONY_END_TOKENS = frozenset({"<|return|>", "<|call|>"})
 
 # Added tokens that structure a conversation, even if their file marks them as text (fine-tuning tools forget the flag):
 # untrusted text must not be able to spell them. Not "<s>", which is HTML in Gemma's vocabulary (strike-through).
 MARKER = re.compile(r"<\|.+\|>|<(start|end)_of_turn>|\[/?INST\]")
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def end_tokens(special: Set[str]) -> frozenset[str]:
+    """Return the tokens that end an answer even if no file names them.
+
+    Args:
+        special: spellings of the vocabulary's special tokens.
+    """
+    if special >= _HARMONY_END_TOKENS:
+        return frozenset(special & (_END_TOKENS | _HARMONY_END_TOKENS) - {"<|end|>"})
+    return frozenset(special & _END_TOKENS)
 
 
 def _byte_of_char() -> dict[str, int]:
