@@ -104,6 +104,22 @@ def test_malformed_tools(tools: Any) -> None:
         render(TOOL_TEMPLATE, HELLO, tools=tools)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+        "{% endfor %}{% endfor %}",
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'][0]['text'] }}{% endfor %}",
+    ],
+)
+def test_templates_that_read_parts_alone(reference: Any, template: str) -> None:
+    texts = [("system", "Be brief."), ("user", "Hello")]
+    strings = [{"role": role, "content": text} for role, text in texts]
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts]
+    expected = reference.apply_chat_template(parts, chat_template=template, tokenize=False)
+    assert render(template, strings) == render(template, parts) == expected == "<system>Be brief.<user>Hello"
+
+
 def test_parts_of_text_are_joined_and_the_caller_s_messages_stay() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": parts}]

@@ -252,11 +252,34 @@ def test_padding_and_truncation_are_left_out(saved: Path) -> None:
     assert Tokenizer.from_folder(saved).encode(TEXT[0]) == expected
 
 
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_template_for_tools(saved: Path, in_files: bool) -> None:
+    """Line breaks and spaces at its ends are those that it has alone."""
+    default = "\n  {% if messages %}\n{{ messages[0].content }}\n  {% endif %}\n   "
+    with_tools = "{% macro names() %}{{ tools | map(attribute='name') | join }}{% endmacro %}\n{{ names() }}\n\n"
+    if in_files:
+        write(saved, "chat_template.jinja", default)
+        (saved / "additional_chat_templates").mkdir()
+        write(saved, "additional_chat_templates/tool_use.jinja", with_tools)
+    else:
+        named = [{"name": "tool_use", "template": with_tools}, {"name": "default", "template": default}]
+        write(saved, "tokenizer_config.json", {"chat_template": named})
+    joined = Tokenizer.from_folder(saved).chat_template
+    from transformers import PreTrainedTokenizerFast
+
+    reference = PreTrainedTokenizerFast.from_pretrained(saved)
+    messages = [{"role": "user", "content": "Hello"}]
+    for tools in (None, [{"name": "add"}], []):
+        expected = reference.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert render(joined, messages, tools=tools) == expected
+
+
 def test_chat_template(saved: Path) -> None:
     assert Tokenizer.from_folder(saved).chat_template is None
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "list"}]
     write(saved, "tokenizer_config.json", {"chat_template": named})
-    assert Tokenizer.from_folder(saved).chat_template == "list"
+    template = Tokenizer.from_folder(saved).chat_template
+    assert render(template, [{"role": "user", "content": "hello"}]) == "list"
     write(saved, "tokenizer_config.json", {"chat_template": "{{ messages[0].content }}"})
     template = Tokenizer.from_folder(saved).chat_template
     assert render(template, [{"role": "user", "content": "hello"}]) == "hello"
@@ -300,6 +323,13 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
         ("tokenizer_config.json", {"eos_token": "<gone>"}, "'<gone>'"),
         ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token: expected bool, got 'yes'"),
         ("tokenizer_config.json", {"chat_template": 1}, "chat_template: expected str, got 1"),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, "chat_template[0]: expected dict, got 'x'"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, "chat_template[0].template is missing"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "default", "template": 5}]},
+            "chat_template[0].template: expected str, got 5",
+        ),
         ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id: expected token ids, got '2'"),
         ("generation_config.json", {"eos_token_id": [2, True]}, "eos_token_id: expected token ids, got True"),
         ("config.json", {"eos_token_id": 10**6}, "expected token ids below 401 for the special tokens, got 1000000"),

@@ -111,3 +111,18 @@ class JsonFields:
         """
         values = self.get(key, dict, None)
         return None if values is None else JsonFields(self.path, values, self.error, f"{self._prefix}{key}.")
+
+    def objects(self, key: str) -> "list[JsonFields]":
+        """Get a list of objects.
+
+        Raises:
+            FastinferError: the key is missing, or its value is something else; the class is ``error``.
+        """
+        values = self.get(key, list)
+        for index, value in enumerate(values):
+            if not isinstance(value, dict):
+                raise self.error(f"{self.path}: {self._prefix}{key}[{index}]: expected dict, got {value!r:.80}")
+        return [
+            JsonFields(self.path, value, self.error, f"{self._prefix}{key}[{index}].")
+            for index, value in enumerate(values)
+        ]

@@ -134,17 +134,33 @@ class _TokenizerSettings:
         return JsonFields(path, {}, CheckpointFormatError)
 
     def _template(self, tokenizer_config: JsonFields) -> str | None:
-        """Read the chat template from its own file, or from tokenizer_config.json."""
+        """Read the chat template, joined with that for conversations with tools if there is another one for these."""
+        named = self._named_templates(tokenizer_config)
+        default, with_tools = named.get("default"), named.get("tool_use")
+        return default if default is None or with_tools is None else _with_tool_template(default, with_tools)
+
+    def _named_templates(self, tokenizer_config: JsonFields) -> dict[str, str]:
+        """Read the templates by their names from files of their own, or from tokenizer_config.json."""
         path = self._folder / "chat_template.jinja"
         if path.exists():
-            return _read_text(path)
-        if template := self._read("chat_template.json").get("chat_template", str, None):
-            return template
-        if not isinstance(tokenizer_config.values.get("chat_template"), list):
-            return tokenizer_config.get("chat_template", str, None)
-        # A list of named templates; "default" is the one for plain conversations.
-        templates = tokenizer_config.get("chat_template", list)
-        return next((t["template"] for t in templates if isinstance(t, dict) and t.get("name") == "default"), None)
+            others = self._folder.glob("additional_chat_templates/*.jinja")
+            return {"default": _read_text(path)} | {other.stem: _read_text(other) for other in others}
+        text = self._read("chat_template.json").get("chat_template", str, None)
+        if text is None and isinstance(tokenizer_config.values.get("chat_template"), list):
+            templates = tokenizer_config.objects("chat_template")
+            return {template.get("name", str): template.get("template", str) for template in templates}
+        text = text or tokenizer_config.get("chat_template", str, None)
+        return {} if text is None else {"default": text}
+
+
+def _with_tool_template(default: str, with_tools: str) -> str:
+    """Join two chat templates: with tools the result is the second one, and otherwise the first.
+
+    Jinja leaves out a line break behind a block and one at the end of a template, and spaces before a block that begins
+    a line. So each template has a line break of ours before it, loses one at its end, and has an expression behind it.
+    """
+    with_tools, default = (template.removesuffix("\n") for template in (with_tools, default))
+    return f"{{% if tools is not none %}}\n{with_tools}{{{{ '' }}}}{{% else %}}\n{default}{{{{ '' }}}}{{% endif %}}"
 
 
 def _add_special_tokens(backend: Backend, settings: _TokenizerSettings, path: Path) -> None:
