@@ -77,6 +77,7 @@ def test_patterns_give_a_layer_its_own_rank_and_alpha(pattern: str, folder: Path
             "loftq_config": {},
             "fan_in_fan_out": True,
         },
+        {"init_lora_weights": "orthogonal"},
         {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "rank_pattern": {}, "alpha_pattern": {}},
     ],
     ids=str,

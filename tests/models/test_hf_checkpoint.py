@@ -50,6 +50,11 @@ def test_shards(tmp_path: Path) -> None:
     ids = some_tokens()
     one, many = (log_probabilities(load(tmp_path / name), ids, "float32") for name in ("one", "many"))
     assert torch.equal(one, many)
+    # A model that was saved beside the shards of another one is read, as transformers does.
+    other = save_model(tmp_path / "many", "qwen3", {"tie_word_embeddings": False})
+    assert (tmp_path / "many" / INDEX).exists()
+    got = log_probabilities(load(tmp_path / "many"), ids, "float32")
+    assert (got - expected(other, ids)).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import expected, make_model, some_tokens
+from support.image_models import save_model as save_image_model
 from support.teacher_forcing import log_probabilities
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fastinfer.errors import RequestError
 from fastinfer.models.config import Precision
@@ -148,6 +149,25 @@ def test_transformers_reads_the_result(family: str, tmp_path: Path) -> None:
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options).eval()
     assert (got - expected(model, some_tokens())).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["inputs by layer", "images"])
+def test_transformers_finds_linear_layers_outside_the_decoder(kind: str, tmp_path: Path) -> None:
+    """They are not quantised, and an image processor's settings are there."""
+    pytest.importorskip("compressed_tensors")
+    if kind == "images":
+        save_image_model(tmp_path / "model", "qwen3-vl")
+        reader = AutoModelForImageTextToText
+    else:
+        make_model("gemma4-inputs", hidden_size_per_layer_input=32).save_pretrained(tmp_path / "model")
+        reader = AutoModelForCausalLM
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", method("int8", 8), [])
+    _, found = reader.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    names = [path.name for path in (tmp_path / "model").glob("*processor_config.json")]
+    assert bool(names) == (kind == "images")
+    assert all((tmp_path / "out" / name).exists() for name in names)
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-hybrid-dense", "deepseek-v3", "gpt-oss"])

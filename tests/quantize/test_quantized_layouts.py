@@ -164,6 +164,15 @@ def test_readers(layout: Any, weight: Unpacked) -> None:
     assert getattr(read, "int8_activations", False) == getattr(weight, "int8_activations", False)
 
 
+@pytest.mark.parametrize(("bits", "rows"), [(2, 48), (4, 40), (8, 40)])
+def test_rows_need_not_be_whole_tiles(bits: int, rows: int) -> None:
+    settings = WriterSettings(bits, GROUP)
+    weight = rounded(settings).rows(torch.arange(rows))
+    layout = GPTQLayout(settings)
+    tensors = {f"a.b.{part}": tensor for part, tensor in layout.tensors(weight).items()}
+    assert_same(read_linear(tensors, "a.b", layout.config([])).dequantize(), weight)
+
+
 def test_minimums_may_be_rounded_products() -> None:
     settings = WriterSettings(4, GROUP)
     weight = rounded(settings)
@@ -181,7 +190,8 @@ FOUR = WriterSettings(4, GROUP)
 @pytest.mark.parametrize(
     ("settings", "weight", "message"),
     [
-        (FOUR, Int4(Q[:40], SCALES[:40]), "a multiple of 32 outputs for gptq, got 40"),
+        (FOUR, Int4(Q[:44], SCALES[:44]), "a multiple of 8 outputs for gptq, got 44"),
+        (WriterSettings(3, GROUP), Int4(Q[:48], SCALES[:48]), "a multiple of 32 outputs for gptq, got 48"),
         (FOUR, Int4(Q[:, :96], SCALES), "a multiple of 64 inputs, got 96"),
         (FOUR, Int4(Q, SCALES[:, :1]), "3 scales per row for 192 inputs, got 1"),
         (WriterSettings(4, -1), Int4(Q[:, :48], SCALES[:, :1]), "a multiple of 32 inputs, got 48"),

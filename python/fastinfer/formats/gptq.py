@@ -74,8 +74,10 @@ class GPTQFormat:
         in_features, out_features = words.shape[0] * 32 // self.bits, words.shape[1]
         if words.shape[0] % self.bits:
             layer.fail("qweight", f"expected a multiple of {self.bits} rows, got {words.shape[0]}")
-        if out_features % 32:
-            layer.fail("qweight", f"expected a multiple of 32 columns, got {out_features}")
+        if out_features * self.bits % 32:
+            layer.fail(
+                "qweight", f"expected columns that fill words of 32 bits, got {out_features} of {self.bits} bits"
+            )
         group_size = layer.group_size(min(self.group_size, in_features), in_features)
         groups = in_features // group_size
         scales = layer.take("scales", DENSE_DTYPES, (groups, out_features))

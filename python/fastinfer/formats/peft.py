@@ -41,7 +41,7 @@ UNSUPPORTED = (
     "velora_config",
 )
 # Initialisations that do not change the base weights.
-INITIALISATIONS = (None, True, False, "gaussian", "eva")
+INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -131,10 +131,10 @@ class SafetensorsFolder:
 
     def _index(self) -> dict[str, str]:
         path = self.path / INDEX
+        if (self.path / SINGLE).exists():
+            return {}  # beside an index, too, as in transformers
         if not path.exists():
-            if not (self.path / SINGLE).exists():
-                raise CheckpointFormatError(f"{self.path}: expected {SINGLE} or {INDEX}, got {self._found()}")
-            return {}
+            raise CheckpointFormatError(f"{self.path}: expected {SINGLE} or {INDEX}, got {self._found()}")
         shards = JsonFields.read(path, CheckpointFormatError).get("weight_map", dict)
         for name, shard in shards.items():
             if not isinstance(shard, str) or Path(shard).name != shard or not _is_shard_name(shard):

@@ -19,7 +19,8 @@ from fastinfer.quantize.layout import WriterSettings, cannot_hold
 from fastinfer.quantize.levels import Levels
 
 BITS = (2, 3, 4, 8)
-ROWS = 32  # 32 integers of any of these widths fill whole words
+# Zero points of so many rows fill whole words.
+ROWS = {2: 16, 3: 32, 4: 8, 8: 8}
 
 
 class GPTQLayout:
@@ -48,8 +49,8 @@ class GPTQLayout:
             raise cannot_hold("gptq", weight)
         settings.check_groups(weight)
         rows, columns = weight.shape
-        if rows % ROWS:
-            raise QuantizationError(f"expected a multiple of {ROWS} outputs for gptq, got {rows}")
+        if rows % (multiple := ROWS[settings.bits]):
+            raise QuantizationError(f"expected a multiple of {multiple} outputs for gptq, got {rows}")
         levels = Levels.of(weight, settings.bits, settings.symmetric)
         zeros = levels.zeros.t() + self._stored_zero
         group_size = columns // levels.scales.shape[1]

@@ -34,6 +34,7 @@ COPIED = (
     "vocab*",
     "merges*",
     "*.model",
+    "*processor_config.json",
 )
 COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".gguf")
 
@@ -153,6 +154,11 @@ class CheckpointWriter:
                 tensor = rest.get(name)
                 assert tensor is not None
                 self.add(name, tensor)
+                # A linear layer outside the decoder's layers: other programs take every one that is not named for
+                # quantised. They look for no such layer where the matrix is an embedding.
+                module, dot, kind = name.rpartition(".")
+                if dot and kind == "weight" and tensor.dim() == 2 and module not in self._left_out:
+                    self._left_out.append(module)
 
     def _dtype(self) -> torch.dtype:
         """Return the dtype in which the source's model computes."""
