@@ -109,6 +109,10 @@ def test_a_method_without_inputs_needs_no_text(folder: Path, capsys: Captured, m
         (["--method", "gptq"], "--calibration: gptq needs a text, got none"),
         (["--method", "rtn", "--calibration", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--method", "rtn", "--bits", "5"], "bits: expected one of"),
+        (
+            ["--method", "int8", "--group-size", "128"],
+            "group_size: expected none for int8, which has whole rows, got 128",
+        ),
         (["--method", "rtn", "--group-size", "33"], "group_size: expected a multiple of 32"),
         (["--method", "rtn", "--group-size", "64"], "64 does not divide 96"),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastinfer.errors import QuantizationError
+from fastinfer.errors import CheckpointFormatError, QuantizationError
 from fastinfer.formats.packed_integers import pack_integers, unpack_integers
 from fastinfer.formats.quantized_checkpoint import read_linear
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Unpacked
@@ -162,6 +162,14 @@ def test_readers(layout: Any, weight: Unpacked) -> None:
     assert type(read) is type(weight)
     assert_same(read.dequantize(), weight)
     assert getattr(read, "int8_activations", False) == getattr(weight, "int8_activations", False)
+
+
+def test_packed_integers_without_scales() -> None:
+    layout = CompressedTensorsLayout(PACKED[0])
+    tensors = {f"a.b.{part}": tensor for part, tensor in layout.tensors(rounded(PACKED[0])).items()}
+    del tensors["a.b.weight_scale"]
+    with pytest.raises(CheckpointFormatError, match=r"a\.b\.weight_scale' is missing"):
+        read_linear(tensors, "a.b", layout.config(["lm_head"]))
 
 
 @pytest.mark.parametrize(("bits", "rows"), [(2, 48), (4, 40), (8, 40)])

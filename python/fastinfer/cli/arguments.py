@@ -119,7 +119,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", required=True, choices=METHODS)
     parser.add_argument("--bits", type=count(2), metavar="N", help="bits of a weight; default: depends on the method")
     parser.add_argument(
-        "--group-size", type=integer, default=64, metavar="N", help="inputs that share a scale, -1 for all; default: 64"
+        "--group-size", type=integer, metavar="N", help="inputs that share a scale, -1 for all; default: 64"
     )
     parser.add_argument(
         "--symmetric",

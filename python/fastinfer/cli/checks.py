@@ -169,7 +169,11 @@ def quantization_method(args: argparse.Namespace) -> Method:
     """
     bits = args.bits or METHODS[args.method][0]
     symmetric = args.method in SYMMETRIC if args.symmetric is None else args.symmetric
-    return Method(args.method, bits, args.group_size, symmetric)
+    group_size = Method.group_size if args.group_size is None else args.group_size
+    method = Method(args.method, bits, group_size, symmetric)
+    if method.by_row and args.group_size not in (None, -1):
+        raise RequestError(f"group_size: expected none for {method.name}, which has whole rows, got {args.group_size}")
+    return method
 
 
 def distillation_settings(args: argparse.Namespace) -> Settings:

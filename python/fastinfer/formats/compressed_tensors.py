@@ -174,7 +174,7 @@ class CompressedTensorsFormat:
             UnsupportedModelError: the kernels do not support the group size.
         """
         scheme = self.scheme(layer.module)
-        if scheme is None or not layer.has("weight_scale"):
+        if scheme is None or not (layer.has("weight_scale") or layer.has("weight_packed")):
             return layer.dense()
         if scheme.format == FP8:
             columns = layer.take("weight", E4M3, (None, None)).shape[1]
