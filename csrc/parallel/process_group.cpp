@@ -56,7 +56,7 @@ void check_not_aborted(Group& group) {
 
 // Waits until ready() holds for each of the ranks first .. end - 1.
 template <class Ready>
-void wait_for_ranks(Group& group, int first, int64_t end, const char* what, const Ready& ready) {
+void wait_for_ranks(Group& group, int first, int64_t end, const char* what, int64_t deadline_ns, const Ready& ready) {
   const auto start = Clock::now();
   int rank = first;
   for (int round = 0;; ++round) {
@@ -64,12 +64,18 @@ void wait_for_ranks(Group& group, int first, int64_t end, const char* what, cons
     if (rank == end) return;
     check_not_aborted(group);
     relax(round);
-    if (round % 64 == 63 && Clock::now() - start > std::chrono::nanoseconds(group.deadline_ns)) {
+    if (round % 64 == 63 && Clock::now() - start > std::chrono::nanoseconds(deadline_ns)) {
       abort(group);
       throw std::runtime_error("rank " + std::to_string(group.first_rank + rank) + " did not " + what + " within " +
-                               std::to_string(group.deadline_ns / 1'000'000) + " ms");
+                               std::to_string(deadline_ns / 1'000'000) + " ms");
     }
   }
+}
+
+// The same of a whole step.
+template <class Ready>
+void wait_for_steps(Group& group, int first, int64_t end, const Ready& ready) {
+  wait_for_ranks(group, first, end, "finish its step", kStepDeadlines * group.deadline_ns, ready);
 }
 
 Message& message_at(Group& group, uint32_t number) {
@@ -120,7 +126,7 @@ void exchange(Group& group, int rank, uint64_t tag, uint64_t bytes) {
   self.bytes.store(self.bytes.load(std::memory_order_relaxed) + bytes, std::memory_order_relaxed);
   self.tags[number % 2].store(tag, std::memory_order_relaxed);
   self.arrived.store(number + 1, std::memory_order_release);
-  wait_for_ranks(group, 0, group.size, "exchange its part",
+  wait_for_ranks(group, 0, group.size, "exchange its part", group.deadline_ns,
                  [number](const RankState& state) { return state.arrived.load(std::memory_order_acquire) > number; });
   for (int64_t other = 0; other < group.size; ++other) {
     if (group.ranks[other].tags[number % 2].load(std::memory_order_relaxed) == tag) continue;
@@ -138,7 +144,7 @@ void send(Group& group, const std::vector<int64_t>& words) {
   }
   check_not_aborted(group);
   const uint32_t number = group.message_number.load(std::memory_order_relaxed);
-  wait_for_ranks(group, 1, group.size, "finish its step", [&](const RankState& state) {
+  wait_for_steps(group, 1, group.size, [&](const RankState& state) {
     return number - state.done.load(std::memory_order_acquire) < static_cast<uint32_t>(group.num_messages);
   });
   Message& message = message_at(group, number);
@@ -171,7 +177,7 @@ void finish(Group& group, int rank) {
 
 void wait_for(Group& group, int rank, int other) {
   const uint32_t number = group.ranks[rank].done.load(std::memory_order_relaxed);
-  wait_for_ranks(group, other, other + 1, "finish its step", [number](const RankState& state) {
+  wait_for_steps(group, other, other + 1, [number](const RankState& state) {
     return static_cast<int32_t>(state.done.load(std::memory_order_acquire) - number) > 0;
   });
 }

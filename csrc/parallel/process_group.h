@@ -6,6 +6,8 @@
 //
 // No wait is without bound. A rank that waits longer than the deadline, or sees that the others do something else than
 // it does, sets a flag that ends the waits of all ranks with an error. So does whoever learns that a rank has died.
+// The deadline is that of an exchange, at which all ranks arrive at nearly the same time. A whole step of another rank,
+// for which the next stage of a pipeline waits, may take kStepDeadlines times as long.
 //
 // Consecutive ranks of a group may be a team, which exchanges by itself: a group of its own in the same memory, whose
 // flag is that of the whole group.
@@ -23,6 +25,7 @@ namespace fastinfer::parallel {
 inline constexpr int kMaxRanks = 64;
 inline constexpr int kMessageWords = 4096;
 inline constexpr int kMaxMessages = 64;
+inline constexpr int kStepDeadlines = 20;
 
 struct alignas(64) RankState {
   std::atomic<uint64_t> arrived;  // exchanges whose part the rank has written
@@ -41,7 +44,7 @@ struct Message {
 struct Group {
   int64_t size;  // number of ranks
   int64_t slot_bytes;
-  int64_t deadline_ns;
+  int64_t deadline_ns;   // of an exchange
   int64_t num_messages;  // that rank 0 may send before the first of them is carried out
   int64_t whole_offset;  // of a team: bytes from the whole group to here, otherwise 0
   int64_t first_rank;    // of a team: number of its rank 0 in the whole group

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,26 @@ def test_rank_that_does_not_come() -> None:
 
     message, _ = in_ranks(2, run, deadline=0.1)
     assert "rank 1 did not exchange its part within 100 ms" in message
+
+
+@pytest.mark.parametrize("seconds", [0.3, 5.0])
+def test_a_step_may_take_longer_than_an_exchange(seconds: float) -> None:
+    """A stage of a pipeline waits for all of another stage's step."""
+    failed = threading.Event()
+
+    def run(group: Group) -> str:
+        if group.rank == 1:
+            group.receive()
+            failed.wait(seconds)
+            group.finish()
+            return ""
+        group.send([])
+        try:
+            group.wait_for(1)
+        except RuntimeError as error:
+            failed.set()
+            return str(error)
+        return ""
+
+    message, _ = in_ranks(2, run, deadline=0.05)
+    assert message == ("" if seconds < 1 else "rank 1 did not finish its step within 1000 ms")

@@ -17,8 +17,8 @@ from fastinfer.utils.interrupts import deferred_interrupts
 
 # Size of each of the two slots for exchanged activations. Larger ones are exchanged in parts of whole rows.
 SLOT_BYTES = 2**22
-# Longest wait for another rank within a step. It only passes if a rank is stopped or hangs: the end of a process is
-# noticed at once.
+# Longest wait for another rank within a step; a whole step of it may take 20 times as long (csrc/parallel). It only
+# passes if a rank is stopped or hangs: the end of a process is noticed at once.
 DEADLINE = 30.0
 MAX_RANKS = 64
 MAX_MESSAGES = 64
@@ -104,7 +104,7 @@ class Group:
 
         Args:
             size: number of ranks, at most ``MAX_RANKS``.
-            deadline: longest wait for another rank in seconds; ``DEADLINE`` by default.
+            deadline: longest wait for another rank within a step, in seconds; ``DEADLINE`` by default.
             num_messages: number of messages that may be sent before the first of them is carried out, at most
                 ``MAX_MESSAGES``.
             purpose, team_size: see :class:`Group`.
