@@ -48,7 +48,7 @@ def distill(
         whole=settings.records_whole,
     )
     texts = read_texts(settings.data, settings.evaluation, teacher, settings.context)
-    judge = Judge(teacher, texts.evaluation)
+    judge = Judge(teacher, texts.evaluation, texts.evaluation_given)
     student = _open_student(settings, teacher)
     stages = settings.stages or (len(student.layers),)
     options: dict[str, object] = {"temperature": settings.temperature, "whole": settings.records_whole}
@@ -62,6 +62,7 @@ def distill(
         teacher.hidden_layers,
         teacher.attention_layer,
         math.gcd(teacher.model.config.num_kv_heads, student.model.config.num_key_value_heads),
+        texts.given,
         teacher.log_probs,
     )
     trainer = Trainer(
