@@ -14,6 +14,7 @@ from fastinfer.cli.added_memory import distillation_memory
 from fastinfer.cli.main import main
 from fastinfer.cli.memory_bounds import Weights
 from fastinfer.distill import layers
+from fastinfer.distill.objective import Objective
 from fastinfer.distill.recorder import record_bytes
 from fastinfer.distill.report import Report
 from fastinfer.distill.run import distill
@@ -107,6 +108,19 @@ def test_whole_distributions_follow_from_records(folder: Path) -> None:
         wanted = (expected(folder, text)["logits"][: LENGTH - 1] / 2.0).log_softmax(-1)
         ours = whole.log_probs(records["output"])[: LENGTH - 1]
         torch.testing.assert_close(ours, wanted, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_hidden_states_are_those_of_the_checkpoint(tmp_path: Path, family: str) -> None:
+    """The engine's residual stream is smaller in models that scale the embedding or what layers add."""
+    write_tiny_folder(tmp_path / "teacher", family, SIZES)
+    scaling = Teacher(str(tmp_path / "teacher"), LENGTH, top_k=16, temperature=1.0, num_hidden=4)
+    student = Student.open(tmp_path / "teacher", 4, is_cut=True)
+    [records] = scaling.record([list(range(60, 60 + LENGTH))])
+    shard = {"ids": torch.arange(60, 60 + LENGTH)[None], **{name: row[None, :-1] for name, row in records.items()}}
+    objective = Objective(("hidden",), "fkl", 1.0, scaling.hidden_layers, None, 1, 1, scaling.log_probs)
+    student.model.eval()
+    assert objective(student, shard).item() < 5e-3
 
 
 def test_memory_is_what_a_training_allocates(folder: Path, teacher: Teacher) -> None:
