@@ -2,12 +2,14 @@
 
 import random
 import re
+import shutil
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.tiny_folder import write_tiny_folder
 
 from fastinfer.cli.added_memory import distillation_memory
@@ -154,6 +156,19 @@ def test_shards_are_read_again_but_not_those_of_another_run(folder: Path, teache
     (tmp_path / "00001.safetensors").write_bytes(b"damaged")
     with pytest.raises(RequestError, match="damaged file"):
         again[1]
+
+
+def test_records_of_other_weights_in_files_of_the_same_size_are_refused(folder: Path, tmp_path: Path) -> None:
+    for seed, name in enumerate(("first", "second")):
+        copy = shutil.copytree(folder / "teacher", tmp_path / name)
+        weights = load_file(copy / "model.safetensors")
+        weights["model.norm.weight"] += seed
+        save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    teachers = [Teacher(str(tmp_path / name), LENGTH, top_k=16, temperature=1.0) for name in ("first", "second")]
+    texts = read_texts(str(folder / "text.txt"), None, teachers[0], LENGTH)
+    Shards(tmp_path / "shards", teachers[0], texts, {})[0]
+    with pytest.raises(RequestError, match="expected records of this teacher"):
+        Shards(tmp_path / "shards", teachers[1], texts, {})[0]
 
 
 def ticks(minutes: float = 1.0) -> Any:
