@@ -110,10 +110,12 @@ def test_a_head_is_trained_and_drafts(
 ) -> None:
     monkeypatch.setattr(run, "DRAFT_VOCAB_SIZE", 64)
     data, out = tmp_path / "prompts.txt", tmp_path / "head"
-    data.write_text("\n".join(f"message {index}" for index in range(40)))
+    data.write_text("\n".join(["long " * 40, *(f"message {index}" for index in range(40))]))
     arguments = ["train-head", "--model", str(model), "--data", str(data), "--minutes", "0.05", "--out", str(out)]
     assert main(arguments) == 0
-    assert "the model's tokens can be drafted" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the model's tokens can be drafted" in printed
+    assert "messages left out, as their prompts have more than 128 tokens: 1" in printed
     report = json.loads((out / "training_report.json").read_text())
     assert report["num_answers"] >= 32
     assert len(report["before"]) == len(report["after"]) == NUM_STEPS
@@ -147,7 +149,8 @@ def test_the_example(
 @pytest.mark.parametrize(
     ("family", "text", "message"),
     [
-        ("llama2", "one line", "expected at least 2 messages, one in each line, got 1"),
+        ("llama2", "one line", "2 messages, one in each line, whose prompts have at most 128 tokens, got 1"),
+        ("llama2", f"short\n{'long ' * 40}\n{'longer ' * 4000}", "at most 128 tokens, got 1 and 2 longer"),
         ("llama2", None, "data must be a file for a model without a chat template, got 'self'"),
         ("gemma2", "a\nb", "a head is trained for models with the layers of a Llama, got Gemma2ForCausalLM"),
     ],

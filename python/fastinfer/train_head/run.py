@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fastinfer import hub
-from fastinfer.errors import RequestError
 from fastinfer.evaluation.recording import MAX_SEQS
 from fastinfer.models import load_model, open_checkpoint
 from fastinfer.models.decoder import Decoder
@@ -34,6 +33,7 @@ class HeadReport:
     """Report of a run.
 
     Attributes:
+        num_too_long: messages that were left out, as their prompts leave no room for an answer.
         num_answers, num_tokens: answers that the head learned from, and their tokens.
         passes: number of times that it saw each.
         before, after: acceptance of the first and second draft on held-out prompts, each of those whose
@@ -41,6 +41,7 @@ class HeadReport:
         coverage: share of the model's next tokens, on held-out prompts, that the head can draft.
     """
 
+    num_too_long: int
     num_answers: int
     num_tokens: int
     passes: float
@@ -61,7 +62,7 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
         progress: function that is called with a text, and the share of the time that has passed.
 
     Raises:
-        FastinferError: the model cannot be loaded or has other layers than a Llama, or a file cannot be read.
+        FastinferError: the model cannot be loaded or has other layers than a Llama, or the prompts cannot be read.
     """
     check_new_folder("out", out)
     path = hub.resolve(model_name)
@@ -72,24 +73,23 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
     assert isinstance(model, Decoder)
     recorder = Recorder(model, tokenizer, aux_layers)
     progress("prompts", 0.0)
-    prompts, held_out = read_prompts(data, recorder.engine)
+    prompts = read_prompts(data, recorder.engine)
+    learned = prompts.learned
     start, seconds = time.monotonic(), 60 * minutes
 
     def share() -> float:
         return (time.monotonic() - start) / seconds
 
-    unseen = list(recorder.answers(held_out[: 2 * MAX_SEQS], 0, greedy=True))
+    unseen = list(recorder.answers(prompts.held_out[: 2 * MAX_SEQS], 0, greedy=True))
     answers: list[Answer] = []
     for first in count(0, MAX_SEQS):
-        batch = [prompts[index % len(prompts)] for index in range(first, first + MAX_SEQS)]
+        batch = [learned[index % len(learned)] for index in range(first, first + MAX_SEQS)]
         # Every second answer is greedy; of a prompt that comes again they take turns.
-        for answer in recorder.answers(batch, first + first // len(prompts)):
+        for answer in recorder.answers(batch, first + first // len(learned)):
             answers.append(answer)
             progress(f"{len(answers)} answers", share())
         if share() >= ANSWERING:
             break
-    if not unseen or not answers:
-        raise RequestError(f"{data}: expected messages of fewer than {LENGTH // 2} tokens, got longer ones alone")
     draft_tokens = choose_tokens(answers, checkpoint.config.vocab_size, sizes.draft_vocab_size)
     column_of = torch.full((checkpoint.config.vocab_size,), NO_TOKEN)
     column_of[draft_tokens] = torch.arange(len(draft_tokens))
@@ -108,6 +108,7 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
     write_head(out, head.tensors(), draft_tokens, description)
     top = torch.cat([answer.top_tokens[:, 0] for answer in unseen]).long()
     return HeadReport(
+        num_too_long=prompts.num_too_long,
         num_answers=len(answers),
         num_tokens=sum(len(answer.tokens) for answer in answers),
         passes=passes,
