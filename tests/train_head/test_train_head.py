@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +29,9 @@ from torch.nn.functional import log_softmax
 from fastinfer import LLM, SamplingParams
 from fastinfer.cli.main import main
 from fastinfer.errors import FastinferError
-from fastinfer.train_head import run
+from fastinfer.train_head import prompts, run
 from fastinfer.train_head.head import HeadSizes, TrainableHead
+from fastinfer.train_head.prompts import read_prompts
 from fastinfer.train_head.recorder import Answer
 from fastinfer.train_head.run import train_head
 from fastinfer.train_head.trainer import NUM_STEPS, Examples, draft_loss, num_right
@@ -144,6 +147,31 @@ def test_the_example(
     answers = re.findall(r"\[(without drafts|with the head): \d+ tokens/s\]\n(.*?)\n\n", printed, re.DOTALL)
     assert [name for name, _ in answers] == ["without drafts", "with the head"]
     assert answers[0][1] == answers[1][1]
+
+
+def test_the_time_covers_loading_and_messages(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over after loading, so that no more than the first messages and answers are written."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for message in messages %}user: {{ message.content }}{% endfor %}"
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(run, "DRAFT_VOCAB_SIZE", 64)
+    monkeypatch.setattr(run, "MAX_SEQS", 4)
+    monkeypatch.setattr(prompts, "FIRST_MESSAGES", 2)
+    written: list[prompts.Prompts] = []
+
+    def read(*args: Any) -> prompts.Prompts:
+        written.append(read_prompts(*args))
+        return written[0]
+
+    monkeypatch.setattr(run, "read_prompts", read)
+    shares = []
+    report = train_head(str(copy), "self", 1e-4, tmp_path / "head", lambda text, share: shares.append((text, share)))
+    text, share = shares[0]
+    assert text == "prompts"
+    assert share > 1.0
+    assert len(written[0].learned) + len(written[0].held_out) < prompts.NUM_MESSAGES / 4
+    assert report.num_answers == 4
 
 
 @pytest.mark.parametrize(

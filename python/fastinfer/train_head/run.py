@@ -23,7 +23,9 @@ from fastinfer.train_head.writer import HeadDescription, write_head
 from fastinfer.utils.checks import check_new_folder
 
 DRAFT_VOCAB_SIZE = 8192
-# Share of the time in which the model answers prompts.
+# Share of the time after which the model writes no more messages.
+WRITING = 0.2
+# Share of the time that is then left in which it answers prompts.
 ANSWERING = 0.35
 Progress = Callable[[str, float], None]
 
@@ -56,14 +58,19 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
     Args:
         model_name: name or path of the model.
         data: path of a file of prompts, or ``"self"``, see :func:`fastinfer.train_head.prompts.read_prompts`.
-        minutes: time for answers and training together. The first answers are always completed, and the training takes
-            at least as long as the answers.
+        minutes: time of the whole run. The first messages and answers are always completed, and the training takes at
+            least as long as the answers.
         out: folder to write, new or empty.
         progress: function that is called with a text, and the share of the time that has passed.
 
     Raises:
         FastinferError: the model cannot be loaded or has other layers than a Llama, or the prompts cannot be read.
     """
+    start, seconds = time.monotonic(), 60 * minutes
+
+    def share() -> float:
+        return (time.monotonic() - start) / seconds
+
     check_new_folder("out", out)
     path = hub.resolve(model_name)
     checkpoint = open_checkpoint(path)
@@ -72,14 +79,9 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
     model, tokenizer = load_model(path, max_model_len=LENGTH)
     assert isinstance(model, Decoder)
     recorder = Recorder(model, tokenizer, aux_layers)
-    progress("prompts", 0.0)
-    prompts = read_prompts(data, recorder.engine)
-    learned = prompts.learned
-    start, seconds = time.monotonic(), 60 * minutes
-
-    def share() -> float:
-        return (time.monotonic() - start) / seconds
-
+    progress("prompts", share())
+    prompts = read_prompts(data, recorder.engine, lambda: share() >= WRITING)
+    learned, began = prompts.learned, share()
     unseen = list(recorder.answers(prompts.held_out[: 2 * MAX_SEQS], 0, greedy=True))
     answers: list[Answer] = []
     for first in count(0, MAX_SEQS):
@@ -88,7 +90,7 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
         for answer in recorder.answers(batch, first + first // len(learned)):
             answers.append(answer)
             progress(f"{len(answers)} answers", share())
-        if share() >= ANSWERING:
+        if share() >= began + ANSWERING * (1.0 - began):
             break
     draft_tokens = choose_tokens(answers, checkpoint.config.vocab_size, sizes.draft_vocab_size)
     column_of = torch.full((checkpoint.config.vocab_size,), NO_TOKEN)
@@ -96,12 +98,12 @@ def train_head(model_name: str, data: str, minutes: float, out: Path, progress: 
     head = TrainableHead(sizes, initial_weights(checkpoint, sizes, draft_tokens))
     trainer = Trainer(head, lambda tokens: model.embedding.rows(tokens, torch.float32), column_of)
     before = trainer.acceptance(unseen)
-    began = share()
-    remaining = max(1.0 - began, 0.0)
+    answered = share()
+    remaining = max(1.0 - answered, 0.0)
     passes = trainer.train(
         answers,
         # The first answers may take more than their share of a short time.
-        max(remaining, began) * seconds,
+        max(remaining, answered - began) * seconds,
         lambda done, loss: progress(f"{len(answers)} answers, loss {loss:.3f}", 1.0 - (1.0 - done) * remaining),
     )
     description = HeadDescription(sizes, checkpoint.config.vocab_size, aux_layers, model_name)
