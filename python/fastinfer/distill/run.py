@@ -15,7 +15,7 @@ from fastinfer.distill.student import Student
 from fastinfer.distill.teacher import Teacher
 from fastinfer.distill.texts import read_texts
 from fastinfer.distill.trainer import Trainer
-from fastinfer.errors import RequestError
+from fastinfer.errors import RequestError, UnsupportedModelError
 
 
 def distill(
@@ -34,7 +34,8 @@ def distill(
         on_step: function that is called after each step of training, with the seconds since the start and the loss.
 
     Raises:
-        ModelNotFoundError, UnsupportedModelError, RequestError: a model or a text is not there or does not fit.
+        ModelNotFoundError, CheckpointFormatError, UnsupportedModelError, RequestError: a model or a text is not there,
+            is damaged, or does not fit.
     """
     start = clock()
     uses = {loss: loss in settings.losses for loss in ("hidden", "attention")}
@@ -47,9 +48,9 @@ def distill(
         with_attention=uses["attention"],
         whole=settings.records_whole,
     )
+    student = _open_student(settings, teacher)
     texts = read_texts(settings.data, settings.evaluation, teacher, settings.context)
     judge = Judge(teacher, texts.evaluation, texts.evaluation_given)
-    student = _open_student(settings, teacher)
     stages = settings.stages or (len(student.layers),)
     options: dict[str, object] = {"temperature": settings.temperature, "whole": settings.records_whole}
     if not settings.records_whole:
@@ -61,7 +62,7 @@ def distill(
         settings.temperature,
         teacher.hidden_layers,
         teacher.attention_layer,
-        math.gcd(teacher.model.config.num_kv_heads, student.model.config.num_key_value_heads),
+        _relation_heads(teacher, student),
         texts.given,
         teacher.log_probs,
     )
@@ -83,6 +84,20 @@ def distill(
     return report
 
 
+def _relation_heads(teacher: Teacher, student: Student) -> int:
+    """Return a number of heads that divides the queries, keys and values of both, if they are compared."""
+    if teacher.attention_layer is None:
+        return 1
+    try:
+        heads: int = student.model.config.num_key_value_heads
+    except (AttributeError, RuntimeError):  # of transformers, if layers have different numbers
+        raise UnsupportedModelError(
+            "the attention loss needs a student whose layers have one number of heads of keys, got "
+            f"{type(student.model).__name__}"
+        ) from None
+    return math.gcd(teacher.model.config.kv_shape(teacher.attention_layer).num_heads, heads)
+
+
 def _open_student(settings: Settings, teacher: Teacher) -> Student:
     num_layers, kept = teacher.model.config.num_layers, settings.kept_layers
     if settings.student is not None and kept is None:
@@ -97,6 +112,13 @@ def _open_student(settings: Settings, teacher: Teacher) -> Student:
         raise RequestError(f"student: expected layers below {num_layers}, got {kept[-1]}")
     if settings.stages and settings.stages[0] > num_layers:
         raise RequestError(f"stages: expected at most the teacher's {num_layers} layers, got {settings.stages[0]}")
+    config = teacher.model.config
+    if config.kv_shapes or any(map(config.has_state, range(num_layers))):
+        # Some layers may not be dropped: Gemma 4 must end with one without a window, others need a layer of each kind.
+        raise UnsupportedModelError(
+            "teacher: layers with states and those of Gemma 4 are not dropped: expected another teacher or "
+            f"--student FOLDER, got {teacher.path}"
+        )
     student = Student.open(teacher.path, num_layers, is_cut=True)
     if kept is not None:
         student.keep(kept)

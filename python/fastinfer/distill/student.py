@@ -1,6 +1,5 @@
 """The student: a transformers model whose layers are trained. transformers is imported when a student is opened."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastinfer.errors import UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
+from fastinfer.utils.checks import show
 from fastinfer.utils.file_mode import share_as_new
 from fastinfer.utils.machine import has_bf16
 
@@ -48,15 +49,16 @@ class Student:
         """Load a ``.gguf`` file, whose weights are dequantised, or a folder.
 
         Raises:
-            UnsupportedModelError: the weights of a folder are quantised, or the layers are not where they are in Llama.
+            CheckpointFormatError: config.json is missing or damaged.
+            UnsupportedModelError: transformers does not load the folder as a model with all its weights and a
+                tokenizer, the weights are quantised, or the layers are not where they are in Llama.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         if path.is_dir():
-            config = json.loads((path / "config.json").read_text())
-            if "quantization_config" in config:
+            if "quantization_config" in JsonFields.read(path / "config.json", CheckpointFormatError).values:
                 raise UnsupportedModelError(
                     f"{path}: expected a student or teacher with dense weights, got quantised ones"
                 )
@@ -64,13 +66,25 @@ class Student:
         else:
             source = (path.parent, {"gguf_file": path.name})
         folder, options = source
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        try:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, **options
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        except Exception as error:  # transformers raises errors of many types
+            raise UnsupportedModelError(
+                f"{path}: expected a model with a tokenizer that transformers loads, got {show(error, 300)}"
+            ) from error
+        if missing := sorted(found["missing_keys"]):
+            raise UnsupportedModelError(
+                f"{path}: expected all weights of {type(model).__name__}, got none for {missing[0]}"
+            )
         if hasattr(model.config, "quantization_config"):  # of GGUF, whose weights are dense now
             del model.config.quantization_config
             model.hf_quantizer = None
         if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
             raise UnsupportedModelError(f"{path}: expected a model with a list of layers, got {type(model).__name__}")
-        return cls(model, AutoTokenizer.from_pretrained(folder, **options), num_teacher_layers, is_cut)
+        return cls(model, tokenizer, num_teacher_layers, is_cut)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -121,10 +135,12 @@ class Student:
         found: dict[str, Tensor] = {}
         modules = {name: self.layers[layer] for name, layer in hidden.items()}
         if attention_layer is not None:
-            attention = self.layers[attention_layer].self_attn
+            attention = getattr(self.layers[attention_layer], "self_attn", None)
             for name, module in PROJECTIONS.items():
                 if not hasattr(attention, module):
-                    raise UnsupportedModelError(f"the attention loss needs a student with {module}, got none")
+                    raise UnsupportedModelError(
+                        f"the attention loss needs a student with {module} in layer {attention_layer}, got none"
+                    )
                 modules[name] = getattr(attention, module)
 
         def hook(name: str) -> Any:
