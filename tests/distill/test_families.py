@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_folder import write_tiny_folder
 
@@ -12,6 +13,7 @@ from fastinfer.distill import run
 from fastinfer.distill.settings import Settings
 from fastinfer.distill.student import Student
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.evaluation.perplexity import log_probabilities
 from fastinfer.models import load_model
 
 pytest.importorskip("transformers")
@@ -50,6 +52,30 @@ def test_a_student_of_another_family(tmp_path: Path) -> None:
     assert model.config.num_layers == 6
     with pytest.raises(UnsupportedModelError, match="whose layers have one number of heads of keys, got Gemma4"):
         distill(teacher, tmp_path / "model", student=str(student), losses=("attention",))
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe-some-dense", "glm4-moe", "glm4-moe-lite"])
+def test_kept_layers_with_and_without_experts(family: str, tmp_path: Path) -> None:
+    """Which layers are dense is in the configuration, by lists of their numbers, every so many, or the first ones."""
+    student = Student.open(write_tiny_folder(tmp_path / "teacher", family), 4, is_cut=True)
+    student.model.eval()
+    student.keep([1, 2, 3])
+    student.keep([0, 2])
+    student.save(tmp_path / "student")
+    model, _ = load_model(tmp_path / "student", "float32")
+    ids = list(range(60, 60 + LENGTH))
+    [found] = log_probabilities(model, [ids], torch.float32)
+    with torch.inference_mode():
+        expected = student.model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+    # The student is saved in bf16.
+    assert ((found - expected) * expected.exp()).sum(-1).abs().mean() < 0.02
+
+
+def test_lists_of_other_things_than_layers_stay(tmp_path: Path) -> None:
+    student = Student.open(write_tiny_folder(tmp_path / "teacher"), 4, is_cut=True)
+    student.model.config.eos_token_id = [2, 3, 4, 5]
+    student.keep([1, 3])
+    assert student.model.config.eos_token_id == [2, 3, 4, 5]
 
 
 def test_what_transformers_does_not_load(tmp_path: Path) -> None:

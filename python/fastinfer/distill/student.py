@@ -17,6 +17,8 @@ from fastinfer.utils.machine import has_bf16
 # Bytes of a number that is trained, which has a gradient and two means of AdamW, and of one that is not; all in fp32.
 TRAINED_BYTES = 16
 FROZEN_BYTES = 4
+# Fields of transformers' configurations that are lists with an entry for each layer.
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_theta")
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
@@ -99,12 +101,8 @@ class Student:
 
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all layers but these, by their present numbers in ascending order."""
-        config, before = self.model.config, len(self.layers)
         self.model.base_model.layers = nn.ModuleList(self.layers[index] for index in indices)
-        for name, value in vars(config).items():  # lists with an entry for each layer
-            if isinstance(value, list) and len(value) == before:
-                setattr(config, name, [value[index] for index in indices])
-        config.num_hidden_layers = len(indices)
+        _keep_layers(self.model.config, indices)
         for index, layer in enumerate(self.layers):
             attention: Any = layer.self_attn
             attention.layer_idx = index
@@ -165,3 +163,18 @@ class Student:
         for path in folder.glob("*.safetensors"):
             share_as_new(path)
         self._tokenizer.save_pretrained(folder)
+
+
+def _keep_layers(config: Any, indices: Sequence[int]) -> None:
+    """Rewrite what transformers' configuration says of single layers, if only these are kept."""
+    for name in PER_LAYER:
+        if values := getattr(config, name, None):
+            setattr(config, name, [values[index] for index in indices])
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = sum(index < config.first_k_dense_replace for index in indices)
+    if hasattr(config, "mlp_only_layers"):
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers
+        kept = [index in dense or (index + 1) % step != 0 for index in indices]
+        config.mlp_only_layers = [layer for layer, is_dense in enumerate(kept) if is_dense]
+        config.decoder_sparse_step = 1
+    config.num_hidden_layers = len(indices)
