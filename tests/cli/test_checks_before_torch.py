@@ -80,6 +80,7 @@ CASES = {
     "info --memory nowhere": "model 'nowhere'",
     "info --draft-model mtp": "--draft-model: expected --memory with it, got none",
     "info --speculate 2": "--speculate: expected --memory with it, got none",
+    "info --memory model --speculate 2": "--speculate: expected --draft-model with it, got none",
     "info --batch 1": "--batch: expected --memory with it, got none",
     "info --memory model --arch 80": "--arch: expected --plan with it, got none",
     "bench --model nowhere": "model 'nowhere'",

@@ -104,6 +104,8 @@ def check_info(args: argparse.Namespace) -> None:
         given = [name for name in names if getattr(args, name) is not None]
         if given and getattr(args, option) is None:
             raise RequestError(f"--{given[0].replace('_', '-')}: expected --{option} with it, got none")
+    if args.speculate is not None and args.draft_model is None:
+        raise RequestError("--speculate: expected --draft-model with it, got none")
     for model in (args.memory, args.draft_model):
         if model not in (None, hub.MTP):
             hub.resolve(model)
