@@ -1,5 +1,6 @@
 """Distillation of other families than Llama: what a student of their layers is, and what is refused before training."""
 
+import json
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from support.tiny_folder import write_tiny_folder
 from fastinfer.distill import run
 from fastinfer.distill.settings import Settings
 from fastinfer.distill.student import Student
-from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, RequestError, UnsupportedModelError
 from fastinfer.evaluation.perplexity import log_probabilities
 from fastinfer.models import load_model
 
@@ -76,6 +77,18 @@ def test_lists_of_other_things_than_layers_stay(tmp_path: Path) -> None:
     student.model.config.eos_token_id = [2, 3, 4, 5]
     student.keep([1, 3])
     assert student.model.config.eos_token_id == [2, 3, 4, 5]
+
+
+def test_a_student_of_another_vocabulary_of_the_same_size(tmp_path: Path) -> None:
+    teacher, student = (write_tiny_folder(tmp_path / name) for name in ("teacher", "student"))
+    file = student / "tokenizer.json"
+    values = json.loads(file.read_text())
+    vocabulary = values["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(values))
+    token = min(vocabulary["a"], vocabulary["b"])
+    with pytest.raises(RequestError, match=f"teacher's vocabulary, whose token {token} is b'a', got b'b'"):
+        distill(teacher, tmp_path, student=str(student))
 
 
 def test_what_transformers_does_not_load(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from fastinfer.distill.teacher import Teacher
 from fastinfer.distill.texts import read_texts
 from fastinfer.distill.trainer import Trainer
 from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.models import open_checkpoint, read_tokenizer
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 def distill(
@@ -98,15 +100,29 @@ def _relation_heads(teacher: Teacher, student: Student) -> int:
     return math.gcd(teacher.model.config.kv_shape(teacher.attention_layer).num_heads, heads)
 
 
+def _check_tokens(teacher: Tokenizer, student: Tokenizer, vocab_size: int) -> None:
+    """Check that tokens with text have the same one in both; control and unused tokens may differ."""
+    student.pad(vocab_size)
+    for token in range(vocab_size):
+        expected, found = teacher.token_bytes(token), student.token_bytes(token)
+        if expected != found and expected and found:
+            raise RequestError(
+                f"student: expected the teacher's vocabulary, whose token {token} is {expected!r:.80}, "
+                f"got {found!r:.80}"
+            )
+
+
 def _open_student(settings: Settings, teacher: Teacher) -> Student:
     num_layers, kept = teacher.model.config.num_layers, settings.kept_layers
     if settings.student is not None and kept is None:
-        student = Student.open(hub.resolve(settings.student), num_layers, is_cut=False)
+        path = hub.resolve(settings.student)
+        student = Student.open(path, num_layers, is_cut=False)
         if student.vocab_size != teacher.model.config.vocab_size:
             raise RequestError(
                 f"student: expected the teacher's vocabulary of {teacher.model.config.vocab_size} tokens, "
                 f"got {student.vocab_size}"
             )
+        _check_tokens(teacher.tokenizer, read_tokenizer(open_checkpoint(path)), student.vocab_size)
         return student
     if kept is not None and kept[-1] >= num_layers:
         raise RequestError(f"student: expected layers below {num_layers}, got {kept[-1]}")
