@@ -93,6 +93,8 @@ CASES = {
     "train-head --data nowhere.txt --out new": "--data: nowhere.txt: No such file",
     "distill --teacher model --data nowhere.txt --stages 1 --minutes 1 --out new": "--data: nowhere.txt: No such file",
     "distill --teacher model --data self --evaluation nowhere.txt --stages 1 --minutes 1 --out new": "--evaluation: no",
+    "distill --teacher model --data self --stages 1 --out text.txt": "--out: expected a folder, got 'text.txt': File",
+    "train-head --model model --data self --out text.txt/new": "--out: expected a folder, got 'text.txt/new': Not a",
     "eval perplexity model --text nowhere.txt": "--text: nowhere.txt: No such file",
     "eval perplexity nowhere --text text.txt": "model 'nowhere'",
     "eval compare model.gguf model nowhere --text text.txt": "model 'nowhere'",

@@ -129,6 +129,7 @@ def check_train_head(args: argparse.Namespace) -> None:
         _read_text("data", args.data)
     check_new_folder("--out", Path(args.out))
     hub.resolve(args.model)
+    _make_folder("out", args.out)
 
 
 def check_distill(args: argparse.Namespace) -> None:
@@ -143,6 +144,7 @@ def check_distill(args: argparse.Namespace) -> None:
     if args.evaluation is not None:
         _read_text("evaluation", args.evaluation)
     hub.resolve(args.teacher)
+    _make_folder("out", args.out)
 
 
 def check_eval(args: argparse.Namespace) -> None:
@@ -190,6 +192,13 @@ def _read_text(option: str, path: str) -> str:
         return read_text(path)
     except RequestError as error:
         raise RequestError(f"--{option}: {error}") from None
+
+
+def _make_folder(option: str, path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--{option}: expected a folder, got {show_path(path)}: {error.strerror}") from None
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
