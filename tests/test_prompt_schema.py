@@ -69,6 +69,10 @@ def test_a_prompt_has_the_modules_outside_of_unions() -> None:
     [
         ({"modules": ["free", "paid"]}, "modules must have at most one of a union, got free, paid"),
         ({"modules": ["city"]}, "modules must be among free, paid, rules, got 'city'"),
+        ({"modules": 5}, "modules must be a list of names, got 5"),
+        ({"modules": "rules"}, "modules must be a list of names, got 'rules'"),
+        ({"modules": [["rules"]]}, r"a name in modules must be a string, got \['rules'\]"),
+        ({"parameters": ["city"]}, r"parameters must be a dict of values by name, got \['city'\]"),
         ({"parameters": {"rules": "a"}}, "parameters must be among city, got 'rules'"),
         ({"parameters": {"city": 3}}, "city must be a string, got 3"),
         ({"cache_salt": None}, "cache_salt must be a string, got None"),

@@ -139,12 +139,20 @@ class PromptSchema:
             cache_salt: name of a group, such as a tenant; only prompts with the same salt share what is computed.
 
         Raises:
-            RequestError: the schema has no such module or parameter, or one union has two of the modules.
+            RequestError: the schema has no such module or parameter, one union has two of the modules, or an argument
+                has another type.
         """
         every = [(part, module) for part in self.parts for module in _named(part) if isinstance(module, PromptModule)]
         if modules is None:
             modules = [module.name for part, module in every if part is module]
-        chosen, values = frozenset(modules), dict(parameters or {})
+        if isinstance(modules, str) or not isinstance(modules, Iterable):
+            raise RequestError(f"modules must be a list of names, got {show(modules)}")
+        if not isinstance(parameters, Mapping | None):
+            raise RequestError(f"parameters must be a dict of values by name, got {show(parameters)}")
+        listed, values = list(modules), dict(parameters or {})
+        for name in listed:
+            check_text("a name in modules", name)
+        chosen = frozenset(listed)
         _check_known("modules", chosen, {module.name for _, module in every})
         _check_known("parameters", values, {part.name for part in self.parts if isinstance(part, PromptParameter)})
         for part in self.parts:

@@ -15,6 +15,7 @@ from support.families import save_model
 from support.gguf_model_file import write_gguf
 from support.mtp_models import MTPModel
 from support.random_checkpoint import RandomCheckpoint, int4
+from support.tiny_folder import write_tiny_folder
 from torch import Tensor
 
 from fastinfer import _C
@@ -384,12 +385,17 @@ def test_memory_of_a_draft_head(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for dtype in KV_DTYPES:
         cache = KVCache.of_model(checkpoint.config, [3 * num_blocks_for(100, block_size)], block_size, dtype, "cpu")
         assert found.kv_cache_bytes[dtype_name(dtype)] == sum(rows.nbytes for rows in cache.rows)
-    alone, described = (describe(DEFAULT_MODEL, 100, 3, RATES, draft_model=name) for name in (None, str(head)))
+    model = str(write_tiny_folder(tmp_path / "model"))
+    alone, described = (describe(model, 100, 3, RATES, draft_model=name) for name in (None, str(head)))
     added = found.weights_bytes + found.kv_cache_bytes["int8"]
     assert described["total_bytes"]["int8"] == alone["total_bytes"]["int8"] + added
     assert alone["draft"] is None
-    assert main(["info", "--memory", DEFAULT_MODEL, "--context", "100", "--draft-model", str(head)]) == 0
+    assert main(["info", "--memory", model, "--context", "100", "--draft-model", str(head)]) == 0
     assert re.search(r"draft +[\d.]+ MiB of weights and a cache of [\d.]+ MiB, which", capsys.readouterr().out)
+    with pytest.raises(RequestError, match=r"--memory: expected a whole model, got the draft head .*head"):
+        describe(str(head), 100, 3, RATES)
+    with pytest.raises(RequestError, match="the draft head must have the model's hidden size of 576, got 64"):
+        describe(DEFAULT_MODEL, 100, 3, RATES, draft_model=str(head))
 
 
 def test_memory_of_the_layers_for_multi_token_prediction_that_are_loaded(

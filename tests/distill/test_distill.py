@@ -2,18 +2,21 @@
 
 import random
 import re
+import shutil
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.tiny_folder import write_tiny_folder
 
 from fastinfer.cli.added_memory import distillation_memory
 from fastinfer.cli.main import main
 from fastinfer.cli.memory_bounds import Weights
 from fastinfer.distill import layers
+from fastinfer.distill.objective import Objective
 from fastinfer.distill.recorder import record_bytes
 from fastinfer.distill.report import Report
 from fastinfer.distill.run import distill
@@ -109,6 +112,19 @@ def test_whole_distributions_follow_from_records(folder: Path) -> None:
         torch.testing.assert_close(ours, wanted, rtol=0, atol=0.1)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_hidden_states_are_those_of_the_checkpoint(tmp_path: Path, family: str) -> None:
+    """The engine's residual stream is smaller in models that scale the embedding or what layers add."""
+    write_tiny_folder(tmp_path / "teacher", family, SIZES)
+    scaling = Teacher(str(tmp_path / "teacher"), LENGTH, top_k=16, temperature=1.0, num_hidden=4)
+    student = Student.open(tmp_path / "teacher", 4, is_cut=True)
+    [records] = scaling.record([list(range(60, 60 + LENGTH))])
+    shard = {"ids": torch.arange(60, 60 + LENGTH)[None], **{name: row[None, :-1] for name, row in records.items()}}
+    objective = Objective(("hidden",), "fkl", 1.0, scaling.hidden_layers, None, 1, 1, scaling.log_probs)
+    student.model.eval()
+    assert objective(student, shard).item() < 5e-3
+
+
 def test_memory_is_what_a_training_allocates(folder: Path, teacher: Teacher) -> None:
     checkpoint = open_checkpoint(folder / "teacher")
     found = distillation_memory(checkpoint, Weights.of(checkpoint))
@@ -140,6 +156,19 @@ def test_shards_are_read_again_but_not_those_of_another_run(folder: Path, teache
     (tmp_path / "00001.safetensors").write_bytes(b"damaged")
     with pytest.raises(RequestError, match="damaged file"):
         again[1]
+
+
+def test_records_of_other_weights_in_files_of_the_same_size_are_refused(folder: Path, tmp_path: Path) -> None:
+    for seed, name in enumerate(("first", "second")):
+        copy = shutil.copytree(folder / "teacher", tmp_path / name)
+        weights = load_file(copy / "model.safetensors")
+        weights["model.norm.weight"] += seed
+        save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    teachers = [Teacher(str(tmp_path / name), LENGTH, top_k=16, temperature=1.0) for name in ("first", "second")]
+    texts = read_texts(str(folder / "text.txt"), None, teachers[0], LENGTH)
+    Shards(tmp_path / "shards", teachers[0], texts, {})[0]
+    with pytest.raises(RequestError, match="expected records of this teacher"):
+        Shards(tmp_path / "shards", teachers[1], texts, {})[0]
 
 
 def ticks(minutes: float = 1.0) -> Any:

@@ -89,6 +89,14 @@ def test_a_budget_for_all_pages_is_dense_bit_by_bit(decoder: Decoder) -> None:
     assert answers(engine_of(decoder, sparse_attention=96)) == alone(decoder, sparse_attention=None)
 
 
+@pytest.mark.parametrize("tokens", [16, 17, 19, 20])
+def test_a_budget_has_room_for_its_tokens(tokens: int) -> None:
+    """So contexts of no more tokens are dense, also if the budget ends within a block."""
+    pages = EngineConfig(**LIMITS, sparse_attention=tokens).sparse_pages
+    assert pages is not None
+    assert tokens <= pages * BLOCK_SIZE < tokens + BLOCK_SIZE
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8])
 def test_caches(decoder: Decoder, dtype: torch.dtype) -> None:
     limits = {"kv_cache_dtype": dtype, "num_speculative_tokens": 3}

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +29,9 @@ from torch.nn.functional import log_softmax
 from fastinfer import LLM, SamplingParams
 from fastinfer.cli.main import main
 from fastinfer.errors import FastinferError
-from fastinfer.train_head import run
+from fastinfer.train_head import prompts, run
 from fastinfer.train_head.head import HeadSizes, TrainableHead
+from fastinfer.train_head.prompts import read_prompts
 from fastinfer.train_head.recorder import Answer
 from fastinfer.train_head.run import train_head
 from fastinfer.train_head.trainer import NUM_STEPS, Examples, draft_loss, num_right
@@ -110,10 +113,12 @@ def test_a_head_is_trained_and_drafts(
 ) -> None:
     monkeypatch.setattr(run, "DRAFT_VOCAB_SIZE", 64)
     data, out = tmp_path / "prompts.txt", tmp_path / "head"
-    data.write_text("\n".join(f"message {index}" for index in range(40)))
+    data.write_text("\n".join(["long " * 40, *(f"message {index}" for index in range(40))]))
     arguments = ["train-head", "--model", str(model), "--data", str(data), "--minutes", "0.05", "--out", str(out)]
     assert main(arguments) == 0
-    assert "the model's tokens can be drafted" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the model's tokens can be drafted" in printed
+    assert "messages left out, as their prompts have more than 128 tokens: 1" in printed
     report = json.loads((out / "training_report.json").read_text())
     assert report["num_answers"] >= 32
     assert len(report["before"]) == len(report["after"]) == NUM_STEPS
@@ -144,10 +149,36 @@ def test_the_example(
     assert answers[0][1] == answers[1][1]
 
 
+def test_the_time_covers_loading_and_messages(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over after loading, so that no more than the first messages and answers are written."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for message in messages %}user: {{ message.content }}{% endfor %}"
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(run, "DRAFT_VOCAB_SIZE", 64)
+    monkeypatch.setattr(run, "MAX_SEQS", 4)
+    monkeypatch.setattr(prompts, "FIRST_MESSAGES", 2)
+    written: list[prompts.Prompts] = []
+
+    def read(*args: Any) -> prompts.Prompts:
+        written.append(read_prompts(*args))
+        return written[0]
+
+    monkeypatch.setattr(run, "read_prompts", read)
+    shares = []
+    report = train_head(str(copy), "self", 1e-4, tmp_path / "head", lambda text, share: shares.append((text, share)))
+    text, share = shares[0]
+    assert text == "prompts"
+    assert share > 1.0
+    assert len(written[0].learned) + len(written[0].held_out) < prompts.NUM_MESSAGES / 4
+    assert report.num_answers == 4
+
+
 @pytest.mark.parametrize(
     ("family", "text", "message"),
     [
-        ("llama2", "one line", "expected at least 2 messages, one in each line, got 1"),
+        ("llama2", "one line", "2 messages, one in each line, whose prompts have at most 128 tokens, got 1"),
+        ("llama2", f"short\n{'long ' * 40}\n{'longer ' * 4000}", "at most 128 tokens, got 1 and 2 longer"),
         ("llama2", None, "data must be a file for a model without a chat template, got 'self'"),
         ("gemma2", "a\nb", "a head is trained for models with the layers of a Llama, got Gemma2ForCausalLM"),
     ],

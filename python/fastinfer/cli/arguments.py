@@ -103,7 +103,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         type=count(1, MAX_SPECULATIVE_TOKENS),
         metavar="N",
-        help="with --memory: drafts per step, as many layers of mtp at most; default: 1",
+        help="with --draft-model: drafts per step, as many layers of mtp at most; default: 1",
     )
     parser.add_argument("--group", type=count(32), metavar="N", help="with --plan: inputs that share a scale")
     parser.add_argument(

@@ -104,6 +104,8 @@ def check_info(args: argparse.Namespace) -> None:
         given = [name for name in names if getattr(args, name) is not None]
         if given and getattr(args, option) is None:
             raise RequestError(f"--{given[0].replace('_', '-')}: expected --{option} with it, got none")
+    if args.speculate is not None and args.draft_model is None:
+        raise RequestError("--speculate: expected --draft-model with it, got none")
     for model in (args.memory, args.draft_model):
         if model not in (None, hub.MTP):
             hub.resolve(model)
@@ -127,6 +129,7 @@ def check_train_head(args: argparse.Namespace) -> None:
         _read_text("data", args.data)
     check_new_folder("--out", Path(args.out))
     hub.resolve(args.model)
+    _make_folder("out", args.out)
 
 
 def check_distill(args: argparse.Namespace) -> None:
@@ -141,6 +144,7 @@ def check_distill(args: argparse.Namespace) -> None:
     if args.evaluation is not None:
         _read_text("evaluation", args.evaluation)
     hub.resolve(args.teacher)
+    _make_folder("out", args.out)
 
 
 def check_eval(args: argparse.Namespace) -> None:
@@ -192,6 +196,13 @@ def _read_text(option: str, path: str) -> str:
         return read_text(path)
     except RequestError as error:
         raise RequestError(f"--{option}: {error}") from None
+
+
+def _make_folder(option: str, path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--{option}: expected a folder, got {show_path(path)}: {error.strerror}") from None
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

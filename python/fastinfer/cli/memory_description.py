@@ -20,7 +20,10 @@ from fastinfer.cli.memory_bounds import (
     page_bounds_bytes,
     positions_of_last,
 )
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.construction import check_draft_model
 from fastinfer.engine.kv_cache_size import available_memory
+from fastinfer.errors import RequestError
 from fastinfer.models import open_checkpoint, open_mtp_checkpoint
 from fastinfer.models.config import KVShape
 from fastinfer.models.kv_cache import token_bytes
@@ -54,10 +57,13 @@ def describe(
 
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the model cannot be loaded.
-        RequestError: ``context`` is beyond the model's limit, or ``batch`` is out of range.
+        RequestError: the model is a draft head, ``context`` is beyond the model's limit, ``batch`` is out of range, or
+            the draft model does not fit the model, see :func:`fastinfer.engine.construction.check_draft_model`.
     """
     checkpoint = open_checkpoint(hub.resolve(model))
     config = checkpoint.config
+    if config.is_draft_head:
+        raise RequestError(f"--memory: expected a whole model, got the draft head {checkpoint.path}")
     context = config.max_position if context is None else context
     check_int("--context", context, 1, config.max_position)
     check_int("--batch", batch, 1, MAX_BATCH)
@@ -79,6 +85,7 @@ def describe(
             source = open_mtp_checkpoint(checkpoint.path, max_layers=num_drafts)
         else:
             source = open_checkpoint(hub.resolve(draft_model))
+        check_draft_model(EngineConfig(num_speculative_tokens=num_drafts), config, source.config, context)
         with one_torch_thread():
             draft = draft_memory(source, kv_dtypes, context, batch)
 

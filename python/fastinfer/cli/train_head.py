@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fastinfer.cli.late_bar import late_bar
+from fastinfer.train_head.recorder import MAX_PROMPT
 from fastinfer.train_head.run import train_head
 from fastinfer.utils.table import format_table
 
@@ -28,5 +29,7 @@ def run(args: argparse.Namespace) -> int:
         f"{report.num_answers} answers, {report.num_tokens} tokens, {report.passes:.1f} passes; "
         f"{report.coverage:.1%} of the model's tokens can be drafted"
     )
+    if report.num_too_long:
+        print(f"messages left out, as their prompts have more than {MAX_PROMPT} tokens: {report.num_too_long}")
     print(args.out)
     return 0

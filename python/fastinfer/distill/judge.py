@@ -34,20 +34,23 @@ class Judge:
     Args:
         teacher: the teacher.
         sections: token ids of the texts, of equal length.
+        given: number of tokens at the start of each that are not predicted, see
+            :attr:`fastinfer.distill.texts.Texts.given`.
 
     Attributes:
         teacher_loss: the teacher's mean negative log-probability of a token.
     """
 
-    def __init__(self, teacher: Teacher, sections: list[list[int]]) -> None:
+    def __init__(self, teacher: Teacher, sections: list[list[int]], given: int) -> None:
         self._sections = sections
-        self._log_probs: list[Tensor] = []  # of the teacher, [tokens - 1, vocab] fp16
+        self._first = given - 1  # whose logits predict the first token that is not given
+        self._log_probs: list[Tensor] = []  # of the teacher, [tokens - given, vocab] fp16
         losses = []
         for section, found in zip(
             sections, log_probabilities(teacher.model, sections, kv_cache_dtype_of("auto", "auto", "cpu")), strict=True
         ):
-            losses.append(loss(found, section))
-            self._log_probs.append(found[:-1].half())
+            losses.append(loss(found[self._first :], section[self._first :]))
+            self._log_probs.append(found[self._first : -1].half())
         self.teacher_loss = sum(losses) / len(losses)
 
     @torch.no_grad()
@@ -56,9 +59,9 @@ class Judge:
         rows = []
         for section, reference in zip(self._sections, self._log_probs, strict=True):
             ids = torch.tensor([section])
-            q = student.logits(ids[:, :-1])[0].float().log_softmax(-1)
+            q = student.logits(ids[:, :-1])[0, self._first :].float().log_softmax(-1)
             p = reference.float()
             divergence = (p.exp() * (p - q)).sum(-1).mean()
             accepted = torch.minimum(p, q).exp().sum(-1).mean()
-            rows.append([float(cross_entropy(q, ids[0, 1:])), float(divergence), float(accepted)])
+            rows.append([float(cross_entropy(q, ids[0, self._first + 1 :])), float(divergence), float(accepted)])
         return Judgement(*(sum(column) / len(column) for column in zip(*rows, strict=True)))

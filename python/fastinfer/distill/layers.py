@@ -13,7 +13,9 @@ from fastinfer.distill.student import Student
 CANDIDATES = 4
 
 
-def drop_layers(student: Student, count: int, ids: Tensor, on_measured: Callable[[], None] = lambda: None) -> None:
+def drop_layers(
+    student: Student, count: int, ids: Tensor, given: int, on_measured: Callable[[], None] = lambda: None
+) -> None:
     """Drop layers of a student, one after the other, until it has ``count``.
 
     Of the layers that turn their input least, the one is dropped without which the text's loss is smallest. (Dropping
@@ -23,6 +25,7 @@ def drop_layers(student: Student, count: int, ids: Tensor, on_measured: Callable
         student: the student.
         count: number of layers to keep.
         ids: [texts, tokens] int64 token ids to measure with.
+        given: number of tokens at the start of each text that are not predicted.
         on_measured: function that is called after each pass through the student; an error that it raises ends all.
     """
     while (number := len(student.layers)) > count:
@@ -30,7 +33,7 @@ def drop_layers(student: Student, count: int, ids: Tensor, on_measured: Callable
         on_measured()
         losses = {}
         for index in sorted(range(number), key=changes.__getitem__)[:CANDIDATES]:
-            losses[index] = _loss_without(student, index, ids)
+            losses[index] = _loss_without(student, index, ids, given)
             on_measured()
         dropped = min(losses, key=losses.__getitem__)
         student.keep([index for index in range(number) if index != dropped])
@@ -61,7 +64,7 @@ def layer_changes(student: Student, ids: Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def _loss_without(student: Student, layer: int, ids: Tensor) -> float:
+def _loss_without(student: Student, layer: int, ids: Tensor, given: int) -> float:
     """Return the loss of texts if a layer passes on its input."""
 
     def skip(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> Any:
@@ -69,7 +72,7 @@ def _loss_without(student: Student, layer: int, ids: Tensor) -> float:
 
     handle = student.layers[layer].register_forward_hook(skip)
     try:
-        logits = student.logits(ids[:, :-1])
+        logits = student.logits(ids[:, :-1])[:, given - 1 :]
     finally:
         handle.remove()
-    return float(cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()))
+    return float(cross_entropy(logits.flatten(0, 1).float(), ids[:, given:].flatten()))

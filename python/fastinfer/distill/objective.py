@@ -26,6 +26,8 @@ class Objective:
         hidden_layers: the teacher's layers whose outputs are compared with the student's.
         attention_layer: the teacher's layer whose relations are compared; ``None`` for none.
         relation_heads: number of relation heads.
+        given: number of tokens at the start of each text whose predictions do not count, see
+            :attr:`fastinfer.distill.texts.Texts.given`.
         teacher_log_probs: function that returns the teacher's log-probabilities of recorded outputs, see
             :meth:`fastinfer.distill.teacher.Teacher.log_probs`.
     """
@@ -36,6 +38,7 @@ class Objective:
     hidden_layers: Sequence[int]
     attention_layer: int | None
     relation_heads: int
+    given: int
     teacher_log_probs: Callable[[Tensor], Tensor]
 
     def __call__(self, student: Student, shard: dict[str, Tensor]) -> Tensor:
@@ -45,12 +48,12 @@ class Objective:
         hidden = {f"hidden.{layer}": own for layer, own in layers.items() if own >= 0}
         attention_layer = None if self.attention_layer is None else student.layer_of(self.attention_layer)
         with student.recording(hidden, attention_layer) as found:
-            logits = student.logits(ids[:, :-1]).flatten(0, 1)
+            logits = student.logits(ids[:, :-1])[:, self.given - 1 :].flatten(0, 1)
         parts = []
         if "logit" in self.losses:
             parts.append(logit_loss(logits, self._targets(shard), self.divergence, self.temperature))
         if "ce" in self.losses:
-            parts.append(cross_entropy(logits.float(), ids[:, 1:].flatten()))
+            parts.append(cross_entropy(logits.float(), ids[:, self.given :].flatten()))
         if "hidden" in self.losses:
             parts.append(torch.stack([_hidden(found[name], shard[name]) for name in hidden]).mean())
         if "attention" in self.losses:
@@ -59,9 +62,12 @@ class Objective:
         return torch.stack(parts).sum()
 
     def _targets(self, shard: dict[str, Tensor]) -> Targets | WholeTargets:
+        def counted(name: str) -> Tensor:
+            return shard[name][:, self.given - 1 :].flatten(0, 1)
+
         if "output" in shard:
-            return WholeTargets(self.teacher_log_probs(shard["output"].flatten(0, 1)))
-        tokens, log_probs, tail = (shard[name].flatten(0, 1) for name in ("tokens", "log_probs", "tail"))
+            return WholeTargets(self.teacher_log_probs(counted("output")))
+        tokens, log_probs, tail = map(counted, ("tokens", "log_probs", "tail"))
         return Targets(tokens.long(), log_probs.float(), tail.float())
 
 

@@ -78,8 +78,10 @@ def recorded(model: Decoder, hidden_layers: Iterable[int], attention_layer: int 
         qkv = RecordedProjection(attention.qkv, ("q", "k", "v"), record)
         layers[attention_layer] = replace(layer, attention=replace(attention, qkv=qkv))
 
+    scale = model.config.stream_scale  # the student's residual stream is the checkpoint's
+
     def tap(name: str) -> Tap:
-        return lambda x, batch: record(name, x)
+        return lambda x, batch: record(name, x if scale == 1.0 else x * scale)
 
     taps = {index: tap(f"hidden.{index}") for index in hidden_layers}
     return replace(model, layers=tuple(layers)).with_taps(taps)

@@ -15,7 +15,9 @@ from fastinfer.distill.student import Student
 from fastinfer.distill.teacher import Teacher
 from fastinfer.distill.texts import read_texts
 from fastinfer.distill.trainer import Trainer
-from fastinfer.errors import RequestError
+from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.models import open_checkpoint, read_tokenizer
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 def distill(
@@ -34,7 +36,8 @@ def distill(
         on_step: function that is called after each step of training, with the seconds since the start and the loss.
 
     Raises:
-        ModelNotFoundError, UnsupportedModelError, RequestError: a model or a text is not there or does not fit.
+        ModelNotFoundError, CheckpointFormatError, UnsupportedModelError, RequestError: a model or a text is not there,
+            is damaged, or does not fit.
     """
     start = clock()
     uses = {loss: loss in settings.losses for loss in ("hidden", "attention")}
@@ -47,9 +50,9 @@ def distill(
         with_attention=uses["attention"],
         whole=settings.records_whole,
     )
-    texts = read_texts(settings.data, settings.evaluation, teacher, settings.context)
-    judge = Judge(teacher, texts.evaluation)
     student = _open_student(settings, teacher)
+    texts = read_texts(settings.data, settings.evaluation, teacher, settings.context)
+    judge = Judge(teacher, texts.evaluation, texts.evaluation_given)
     stages = settings.stages or (len(student.layers),)
     options: dict[str, object] = {"temperature": settings.temperature, "whole": settings.records_whole}
     if not settings.records_whole:
@@ -61,7 +64,8 @@ def distill(
         settings.temperature,
         teacher.hidden_layers,
         teacher.attention_layer,
-        math.gcd(teacher.model.config.num_kv_heads, student.model.config.num_key_value_heads),
+        _relation_heads(teacher, student),
+        texts.given,
         teacher.log_probs,
     )
     trainer = Trainer(
@@ -82,20 +86,55 @@ def distill(
     return report
 
 
+def _relation_heads(teacher: Teacher, student: Student) -> int:
+    """Return a number of heads that divides the queries, keys and values of both, if they are compared."""
+    if teacher.attention_layer is None:
+        return 1
+    try:
+        heads: int = student.model.config.num_key_value_heads
+    except (AttributeError, RuntimeError):  # of transformers, if layers have different numbers
+        raise UnsupportedModelError(
+            "the attention loss needs a student whose layers have one number of heads of keys, got "
+            f"{type(student.model).__name__}"
+        ) from None
+    return math.gcd(teacher.model.config.kv_shape(teacher.attention_layer).num_heads, heads)
+
+
+def _check_tokens(teacher: Tokenizer, student: Tokenizer, vocab_size: int) -> None:
+    """Check that tokens with text have the same one in both; control and unused tokens may differ."""
+    student.pad(vocab_size)
+    for token in range(vocab_size):
+        expected, found = teacher.token_bytes(token), student.token_bytes(token)
+        if expected != found and expected and found:
+            raise RequestError(
+                f"student: expected the teacher's vocabulary, whose token {token} is {expected!r:.80}, "
+                f"got {found!r:.80}"
+            )
+
+
 def _open_student(settings: Settings, teacher: Teacher) -> Student:
     num_layers, kept = teacher.model.config.num_layers, settings.kept_layers
     if settings.student is not None and kept is None:
-        student = Student.open(hub.resolve(settings.student), num_layers, is_cut=False)
+        path = hub.resolve(settings.student)
+        student = Student.open(path, num_layers, is_cut=False)
         if student.vocab_size != teacher.model.config.vocab_size:
             raise RequestError(
                 f"student: expected the teacher's vocabulary of {teacher.model.config.vocab_size} tokens, "
                 f"got {student.vocab_size}"
             )
+        _check_tokens(teacher.tokenizer, read_tokenizer(open_checkpoint(path)), student.vocab_size)
         return student
     if kept is not None and kept[-1] >= num_layers:
         raise RequestError(f"student: expected layers below {num_layers}, got {kept[-1]}")
     if settings.stages and settings.stages[0] > num_layers:
         raise RequestError(f"stages: expected at most the teacher's {num_layers} layers, got {settings.stages[0]}")
+    config = teacher.model.config
+    if config.kv_shapes or any(map(config.has_state, range(num_layers))):
+        # Some layers may not be dropped: Gemma 4 must end with one without a window, others need a layer of each kind.
+        raise UnsupportedModelError(
+            "teacher: layers with states and those of Gemma 4 are not dropped: expected another teacher or "
+            f"--student FOLDER, got {teacher.path}"
+        )
     student = Student.open(teacher.path, num_layers, is_cut=True)
     if kept is not None:
         student.keep(kept)

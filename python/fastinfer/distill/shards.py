@@ -39,8 +39,7 @@ class Shards:
         self._folder = folder
         self._teacher = teacher
         self._texts = texts
-        files = [(file.name, file.stat().st_size) for file in _files(teacher.path)]
-        settings = [files, texts.digest, teacher.hidden_layers, teacher.attention_layer, options]
+        settings = [teacher.fingerprint, texts.digest, teacher.hidden_layers, teacher.attention_layer, options]
         self._key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
         self._with_records = with_records
         self.num_recorded = self.num_read = 0
@@ -94,8 +93,3 @@ class Shards:
         last = texts.length - 1
         shard = {name: torch.stack([record[name][:last] for record in records]) for name in records[0]}
         return {"ids": torch.tensor(sections, dtype=torch.int32), **shard}
-
-
-def _files(path: Path) -> list[Path]:
-    """Return the weight files of a checkpoint."""
-    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

@@ -1,6 +1,5 @@
 """The student: a transformers model whose layers are trained. transformers is imported when a student is opened."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastinfer.errors import UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
+from fastinfer.utils.checks import show
 from fastinfer.utils.file_mode import share_as_new
 from fastinfer.utils.machine import has_bf16
 
 # Bytes of a number that is trained, which has a gradient and two means of AdamW, and of one that is not; all in fp32.
 TRAINED_BYTES = 16
 FROZEN_BYTES = 4
+# Fields of transformers' configurations that are lists with an entry for each layer.
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_theta")
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
@@ -48,15 +51,16 @@ class Student:
         """Load a ``.gguf`` file, whose weights are dequantised, or a folder.
 
         Raises:
-            UnsupportedModelError: the weights of a folder are quantised, or the layers are not where they are in Llama.
+            CheckpointFormatError: config.json is missing or damaged.
+            UnsupportedModelError: transformers does not load the folder as a model with all its weights and a
+                tokenizer, the weights are quantised, or the layers are not where they are in Llama.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         if path.is_dir():
-            config = json.loads((path / "config.json").read_text())
-            if "quantization_config" in config:
+            if "quantization_config" in JsonFields.read(path / "config.json", CheckpointFormatError).values:
                 raise UnsupportedModelError(
                     f"{path}: expected a student or teacher with dense weights, got quantised ones"
                 )
@@ -64,13 +68,25 @@ class Student:
         else:
             source = (path.parent, {"gguf_file": path.name})
         folder, options = source
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        try:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, **options
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        except Exception as error:  # transformers raises errors of many types
+            raise UnsupportedModelError(
+                f"{path}: expected a model with a tokenizer that transformers loads, got {show(error, 300)}"
+            ) from error
+        if missing := sorted(found["missing_keys"]):
+            raise UnsupportedModelError(
+                f"{path}: expected all weights of {type(model).__name__}, got none for {missing[0]}"
+            )
         if hasattr(model.config, "quantization_config"):  # of GGUF, whose weights are dense now
             del model.config.quantization_config
             model.hf_quantizer = None
         if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
             raise UnsupportedModelError(f"{path}: expected a model with a list of layers, got {type(model).__name__}")
-        return cls(model, AutoTokenizer.from_pretrained(folder, **options), num_teacher_layers, is_cut)
+        return cls(model, tokenizer, num_teacher_layers, is_cut)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -85,12 +101,8 @@ class Student:
 
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all layers but these, by their present numbers in ascending order."""
-        config, before = self.model.config, len(self.layers)
         self.model.base_model.layers = nn.ModuleList(self.layers[index] for index in indices)
-        for name, value in vars(config).items():  # lists with an entry for each layer
-            if isinstance(value, list) and len(value) == before:
-                setattr(config, name, [value[index] for index in indices])
-        config.num_hidden_layers = len(indices)
+        _keep_layers(self.model.config, indices)
         for index, layer in enumerate(self.layers):
             attention: Any = layer.self_attn
             attention.layer_idx = index
@@ -121,10 +133,12 @@ class Student:
         found: dict[str, Tensor] = {}
         modules = {name: self.layers[layer] for name, layer in hidden.items()}
         if attention_layer is not None:
-            attention = self.layers[attention_layer].self_attn
+            attention = getattr(self.layers[attention_layer], "self_attn", None)
             for name, module in PROJECTIONS.items():
                 if not hasattr(attention, module):
-                    raise UnsupportedModelError(f"the attention loss needs a student with {module}, got none")
+                    raise UnsupportedModelError(
+                        f"the attention loss needs a student with {module} in layer {attention_layer}, got none"
+                    )
                 modules[name] = getattr(attention, module)
 
         def hook(name: str) -> Any:
@@ -149,3 +163,18 @@ class Student:
         for path in folder.glob("*.safetensors"):
             share_as_new(path)
         self._tokenizer.save_pretrained(folder)
+
+
+def _keep_layers(config: Any, indices: Sequence[int]) -> None:
+    """Rewrite what transformers' configuration says of single layers, if only these are kept."""
+    for name in PER_LAYER:
+        if values := getattr(config, name, None):
+            setattr(config, name, [values[index] for index in indices])
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = sum(index < config.first_k_dense_replace for index in indices)
+    if hasattr(config, "mlp_only_layers"):
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers
+        kept = [index in dense or (index + 1) % step != 0 for index in indices]
+        config.mlp_only_layers = [layer for layer, is_dense in enumerate(kept) if is_dense]
+        config.decoder_sparse_step = 1
+    config.num_hidden_layers = len(indices)

@@ -9,8 +9,10 @@ from fastinfer.distill.recorder import Recorder, recorded
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.recording import recording_config
-from fastinfer.models import load_model
+from fastinfer.models import load_model, open_checkpoint
+from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
+from fastinfer.models.fingerprint import fingerprint
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
 
@@ -29,6 +31,7 @@ class Teacher:
 
     Attributes:
         path: path of the checkpoint.
+        fingerprint: identity of what it computes, see :func:`fastinfer.models.fingerprint.fingerprint`.
         model, tokenizer: the model.
         hidden_layers: the layers whose outputs are recorded.
         attention_layer: the layer whose queries, keys and values are recorded; ``None`` for none.
@@ -49,7 +52,10 @@ class Teacher:
         whole: bool = False,
     ) -> None:
         self.path: Path = hub.resolve(name)
-        model, self.tokenizer = load_model(self.path, max_model_len=length)
+        precision = Precision.of("auto", "cpu")
+        checkpoint = open_checkpoint(self.path, precision.exact)
+        self.fingerprint = fingerprint([checkpoint], precision, length)
+        model, self.tokenizer = load_model(checkpoint, max_model_len=length)
         assert isinstance(model, Decoder)
         self.model = model
         config = model.config

@@ -24,12 +24,14 @@ class Texts:
     Attributes:
         sections: sections of a file in random order, of equal length; ``None`` if the teacher writes the texts.
         evaluation: unseen sections of the same length.
+        evaluation_given: number of tokens at the start of each of these that are not predicted, see ``given``.
         length: tokens of a section.
         prompt: where the teacher starts to write, if it does.
     """
 
     sections: list[list[int]] | None
     evaluation: list[list[int]]
+    evaluation_given: int
     length: int
     prompt: list[int]
 
@@ -37,6 +39,14 @@ class Texts:
     def num_shards(self) -> int | None:
         """Number of shards; ``None`` for any number."""
         return None if self.sections is None else -(-len(self.sections) // SHARD_SECTIONS)
+
+    @property
+    def given(self) -> int:
+        """Number of tokens at the start of each section that are not predicted: the first one, or the whole prompt.
+
+        The teacher did not write the prompt, and a student that learns it by heart has learnt nothing.
+        """
+        return len(self.prompt) if self.sections is None else 1
 
     @property
     def digest(self) -> str:
@@ -69,10 +79,12 @@ def read_texts(data: str, evaluation: str | None, teacher: Teacher, length: int)
             f"context: expected at least {2 * len(prompt)} tokens for texts that begin with "
             f"{len(prompt)} of the chat template, got {length}"
         )
+    evaluation_given = 1
     sections = None if data == SELF else split_sections(read_tokens(data, teacher.tokenizer), length)
     if evaluation is not None:
         held_out = split_sections(read_tokens(evaluation, teacher.tokenizer), length)[:EVALUATION_SECTIONS]
     elif sections is None:
+        evaluation_given = len(prompt)
         held_out = teacher.write(prompt, EVALUATION_SECTIONS, length, first_seed=-EVALUATION_SECTIONS)
     else:
         if len(sections) < 2:
@@ -83,7 +95,7 @@ def read_texts(data: str, evaluation: str | None, teacher: Teacher, length: int)
         sections = [section for index, section in enumerate(sections) if index not in chosen]
     if sections is not None:
         random.Random(0).shuffle(sections)
-    return Texts(sections, held_out, length, prompt)
+    return Texts(sections, held_out, evaluation_given, length, prompt)
 
 
 def user_prefix(tokenizer: Tokenizer) -> list[int]:

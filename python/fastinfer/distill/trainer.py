@@ -76,7 +76,7 @@ class Trainer:
         batches = self._batches()
         probe = self.shards[0]["ids"][:PROBE_SECTIONS].long()
         for index, num_layers in enumerate(stages):
-            drop_layers(self.student, num_layers, probe, partial(self._check_time, num_layers))
+            drop_layers(self.student, num_layers, probe, self.objective.given, partial(self._check_time, num_layers))
             num_tokens = self.num_tokens
             self._judge()
             begin = self._seconds()

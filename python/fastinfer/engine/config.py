@@ -83,9 +83,9 @@ class EngineConfig:
         num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all
             sequences decode, a step with drafts has at most four tokens or a multiple of four, so 3 and 7 are good
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
-        sparse_attention: number of tokens that a generated token attends to, in whole blocks and for each KV head: the
-            first block, the last two, and those whose keys may have the largest products with the query. ``None`` for
-            all. Prompts, the first two layers, and layers with a window attend to all in any case. See
+        sparse_attention: number of tokens that a generated token attends to, rounded up to whole blocks, for each KV
+            head: the first block, the last two, and those whose keys may have the largest products with the query.
+            ``None`` for all. Prompts, the first two layers, and layers with a window attend to all in any case. See
             docs/sparse-attention.md.
         max_loras: number of LoRA adapters that can run at the same time; 0 for a model without adapters. More can be
             registered.
@@ -248,7 +248,7 @@ class EngineConfig:
     @property
     def sparse_pages(self) -> int | None:
         """Number of blocks that a generated token attends to, see ``sparse_attention``; ``None`` for all."""
-        return None if self.sparse_attention is None else self.sparse_attention // self.block_size
+        return None if self.sparse_attention is None else -(-self.sparse_attention // self.block_size)
 
     @property
     def max_num_rows(self) -> int:

@@ -118,10 +118,7 @@ def load_model(
     if checkpoint.config.is_draft_head:
         raise RequestError(f"{checkpoint.path}: the model must be a whole one, got a draft head")
     with one_torch_thread():
-        if isinstance(checkpoint, GGUFCheckpoint):
-            tokenizer = Tokenizer.from_gguf(checkpoint.file)
-        else:
-            tokenizer = Tokenizer.from_folder(checkpoint.path)
+        tokenizer = read_tokenizer(checkpoint)
     if tokenizer.vocab_size > checkpoint.config.vocab_size:
         raise CheckpointFormatError(
             f"{checkpoint.path}: expected an embedding of at least {tokenizer.vocab_size} rows, as many as the "
@@ -130,6 +127,17 @@ def load_model(
     model = (load or load_weights)(checkpoint, dtype, device, max_model_len)
     tokenizer.pad(model.config.vocab_size)
     return model, tokenizer
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Read a checkpoint's tokenizer.
+
+    Raises:
+        CheckpointFormatError, GGUFFormatError, UnsupportedModelError: as for :class:`Tokenizer`.
+    """
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return Tokenizer.from_gguf(checkpoint.file)
+    return Tokenizer.from_folder(checkpoint.path)
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:

@@ -20,17 +20,19 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
     def _read_config(self) -> tuple[ModelConfig, Family]:
         fields = self._fields
         layer = fields.object("transformer_layer_config")
-        kinds = set((fields if layer is None else layer).values.get("layer_types") or [])
-        if kinds - {"full_attention"}:
-            raise UnsupportedModelError(
-                f"{fields.path}: layer_types must be full_attention alone, got {sorted(map(str, kinds))!r:.80}"
-            )
+        kinds: list[Any] = (fields if layer is None else layer).get("layer_types", list, [])
+        if any(kind != "full_attention" for kind in kinds):
+            raise UnsupportedModelError(f"{fields.path}: layer_types must be full_attention alone, got {kinds!r:.80}")
         for key, expected in (("sample_from_anchor", False), ("projector_type", "dflash")):
             if fields.values.get(key, expected) != expected:
                 raise UnsupportedModelError(
                     f"{fields.path}: {key} must be {expected!r}, got {fields.values[key]!r:.80}"
                 )
         config = self._layers_config("qwen3", fields.get("draft_vocab_size", int, None))
+        if any(config.windows):
+            raise UnsupportedModelError(
+                f"{fields.path}: expected layers without sliding windows, got windows of {config.windows}"
+            )
         if config.draft_vocab_size == config.vocab_size:
             config = replace(config, draft_vocab_size=0)
         family = FAMILIES[config.architecture]

@@ -63,11 +63,11 @@ class HFDraftCheckpoint(HFCheckpoint):
     def _layers_config(self, default_type: str, draft_vocab_size: int | None) -> ModelConfig:
         """Read the configuration of the layers, from ``transformer_layer_config`` if there is one."""
         fields, layer = self._fields, self._fields.object("transformer_layer_config")
-        values = dict(fields.values if layer is None else layer.values)
-        name = values.get("model_type", default_type)
+        source = fields if layer is None else layer
+        name = source.get("model_type", str, default_type)
         if name not in LAYERS:
             raise UnsupportedModelError(f"{fields.path}: model_type must be one of {list(LAYERS)}, got {name!r:.80}")
-        values |= {"architectures": [LAYERS[name]], "tie_word_embeddings": None}
+        values = source.values | {"architectures": [LAYERS[name]], "tie_word_embeddings": None}
         values |= {"max_position_embeddings": MAX_POSITION, "draft_vocab_size": draft_vocab_size}
         return parse_hf_config(JsonFields(fields.path, values, CheckpointFormatError))
 

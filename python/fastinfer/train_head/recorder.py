@@ -19,6 +19,8 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 
 # Longest prompt and answer together, in tokens.
 LENGTH = 256
+# Longest prompt, which leaves as much room for an answer.
+MAX_PROMPT = LENGTH // 2
 # Number of likeliest tokens that are recorded of each distribution.
 TOP_K = 32
 # Temperature of every second answer; the others are greedy.
@@ -67,7 +69,7 @@ class Recorder:
         """Answer prompts, and yield each answer as soon as it is complete.
 
         Args:
-            prompts: the prompts; those that leave no room for an answer are left out.
+            prompts: the prompts, of at most ``MAX_PROMPT`` tokens.
             first_seed: seed of the first; the others have the next ones. Odd seeds sample, unless ``greedy``.
             greedy: whether all answers are greedy.
         """
@@ -75,10 +77,9 @@ class Recorder:
         engine.worker.on_result = self._end_step
         try:
             for seed, prompt in enumerate(prompts, start=first_seed):
-                if len(prompt) < LENGTH // 2:
-                    temperature = 0.0 if greedy or seed % 2 == 0 else TEMPERATURE
-                    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=LENGTH - len(prompt))
-                    engine.add_request(prompt, params)
+                temperature = 0.0 if greedy or seed % 2 == 0 else TEMPERATURE
+                params = SamplingParams(temperature=temperature, seed=seed, max_tokens=LENGTH - len(prompt))
+                engine.add_request(prompt, params)
             while engine.has_unfinished:
                 for output in engine.step():
                     if output.finished:
