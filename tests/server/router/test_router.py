@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -261,6 +262,26 @@ def test_a_model_that_not_all_replicas_have(toys: list[str]) -> None:
         answer = httpx.post(url + "/v1/completions", json={**COMPLETION, "model": "nobody"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert httpx.get(url + "/ready").status_code == 200
+
+
+def test_a_prompt_that_no_queue_has_room_for_leaves_the_replica_to_others() -> None:
+    model = GatedModel()
+    limits = {"max_num_seqs": 1, "max_num_waiting_tokens": 20}
+    with toy_server(model, limits) as (server, toy), router_server([toy], probe_interval_s=60) as (_, url):
+        engine = server.host.loaded  # type: ignore[attr-defined]
+        running = send(url, COMPLETION)
+        model.step_until(lambda: engine.stats().num_running == 1)
+        waiting = send(url, {**COMPLETION, "prompt": [1] * 8})
+        model.step_until(lambda: engine.stats().num_waiting == 1)
+        large = send(url, {**COMPLETION, "prompt": [1] * 15})
+        model.step_until(lambda: select.select([large], [], [], 0)[0])
+        assert b"queue_full" in large.recv(4096)
+        small = send(url, {**COMPLETION, "prompt": [1] * 10})
+        model.allow(1000)
+        for connection in (running, waiting, small):
+            assert b"200 OK" in connection.recv(20)
+        for connection in (running, waiting, large, small):
+            connection.close()
 
 
 @pytest.mark.slow

@@ -24,8 +24,12 @@ from fastinfer.server.sse import openai_error
 
 LOG = logging.getLogger("fastinfer.server")
 
-# Errors of a replica that takes no requests now. Others with status 503, as that of a time limit, would come again.
-NOT_READY = frozenset({"loading", "draining", "failed", "queue_full", "unavailable", ABORTED})
+# Errors of a replica that does not take this request now. Others with status 503, as that of a time limit, would come
+# again.
+QUEUE_FULL = "queue_full"
+NOT_READY = frozenset({"loading", "draining", "failed", "unavailable", ABORTED, QUEUE_FULL})
+# Seconds until a request that nobody had room for is sent to the same replicas again.
+FULL_PAUSE_S = 0.2
 
 
 class _LostError(Exception):
@@ -114,6 +118,8 @@ class Forwarded(Response):
             replica = host.choose(prompt, self._refused)
             # A replica that has lost a connection may have lost this one alone, and is asked at once if it is ready.
             if replica is None and (self._has_begun or (self._num_lost and not self._refused)):
+                if self._refused:
+                    await asyncio.sleep(FULL_PAUSE_S)
                 self._refused.clear()
                 replica = await host.wait_for(prompt)
 
@@ -147,7 +153,9 @@ class Forwarded(Response):
             whole = await WholeAnswer.read(answer)
         code = _code(whole.body) if whole.status in (404, 503) else None
         if code is not None and code in NOT_READY:
-            replica.set_unready(code)
+            if code != QUEUE_FULL:  # which may be said of this prompt alone
+                replica.set_unready(code)
+            replica.wake_probe.set()
             return whole
         if self._has_begun:
             raise _LostError(f"it has answered {whole.status} to a request that another replica had taken")
