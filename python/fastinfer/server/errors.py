@@ -38,6 +38,9 @@ _TYPES = {
 # Seconds after which a refused request may succeed. A full queue moves with every finished request.
 RETRY_FULL_S = 1
 RETRY_LOADING_S = 5
+# Codes of requests that end because of the server, whatever they ask for: it shuts down, or its engine is lost.
+ABORTED = "aborted"
+ENGINE_DEAD = "engine_dead"
 
 _NUMBER = re.compile(r"\[\d+\]")
 _NO_LETTER = re.compile(r"\W")

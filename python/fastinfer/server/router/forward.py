@@ -11,14 +11,14 @@ from starlette.types import Receive, Scope, Send
 
 from fastinfer.errors import ServerError
 from fastinfer.server.disconnect import disconnected
-from fastinfer.server.errors import RETRY_FULL_S, unavailable
+from fastinfer.server.errors import ABORTED, ENGINE_DEAD, RETRY_FULL_S, unavailable
 from fastinfer.server.record import record
 from fastinfer.server.router.prefill import prefill
 from fastinfer.server.router.prompts import parse_object
 from fastinfer.server.router.replica import Answer, Replica
 from fastinfer.server.router.routed_request import RoutedRequest
 from fastinfer.server.router.state import RouterState
-from fastinfer.server.router.stream_replay import ABORTED, DivergedError, StreamReplay
+from fastinfer.server.router.stream_replay import DivergedError, StreamReplay
 from fastinfer.server.router.whole_answer import WholeAnswer, end_to_end
 from fastinfer.server.sse import openai_error
 
@@ -157,6 +157,8 @@ class Forwarded(Response):
                 replica.set_unready(code)
             replica.wake_probe.set()
             return whole
+        if code == ENGINE_DEAD:
+            raise _LostError("its engine has died")
         if self._has_begun:
             raise _LostError(f"it has answered {whole.status} to a request that another replica had taken")
         if code == "model_not_found":
