@@ -64,6 +64,7 @@ class LocalReplicas(RouterHost):
         self._environments = environments
         self._descriptors = descriptors
         self._keepers: list[asyncio.Task[None]] = []
+        self._can_start = False  # whether any process has been ready
 
     async def start(self) -> None:
         """Start the processes."""
@@ -81,7 +82,7 @@ class LocalReplicas(RouterHost):
 
     async def _keep(self, number: int, environment: Mapping[str, str]) -> None:
         """Run one replica, and start it again whenever it has died; its name stays the same for metrics."""
-        pause, can_start = MIN_PAUSE_S, False
+        pause = MIN_PAUSE_S
         while True:
             try:
                 process, endpoint = self._spawn(environment)
@@ -90,12 +91,11 @@ class LocalReplicas(RouterHost):
             self.processes.append(process)
             replica = self.add(endpoint, f"process {number}")
             has_been_ready = await self._has_ended(process, replica)
-            can_start |= has_been_ready
             self.processes.remove(process)
             self.remove(replica)
             if self.state is not HostState.READY:
                 return None
-            if process.returncode == WRONG_INPUT and not can_start:
+            if process.returncode == WRONG_INPUT and not self._can_start:
                 return self._fail("a replica could not be started, see above")
             LOG.error("%s has ended with code %d; starting it again", replica.name, process.returncode)
             pause = MIN_PAUSE_S if has_been_ready else min(2 * pause, MAX_PAUSE_S)
@@ -128,6 +128,7 @@ class LocalReplicas(RouterHost):
         has_been_ready = False
         while process.poll() is None:
             has_been_ready |= replica.is_ready
+            self._can_start |= has_been_ready
             await asyncio.sleep(POLL_S)
         return has_been_ready
 

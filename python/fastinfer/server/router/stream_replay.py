@@ -18,6 +18,7 @@ _HEAD = ("id", "created")
 # Fields about the prompt, which only the first chunk of a choice or of a stream has.
 _PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
 
+
 class DivergedError(Exception):
     """The other replica writes another text: it has another model, or other kernels."""
 
