@@ -167,17 +167,17 @@ class DyingModel(ToyModel):
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_an_engine_that_dies_in_a_server_that_lives_is_a_lost_replica(num_steps: int, is_stream: bool) -> None:
     body = {"prompt": "once", "max_tokens": 60, "stream": is_stream, "ignore_eos": True, "temperature": 0}
-    with toy_server(DyingModel(num_steps)) as (_, one), toy_server() as (_, two):
-        with router_server([one, two]) as (host, url):
-            host.replicas[1].last_chosen = 1
-            if is_stream:
-                body["stream_options"] = {"include_usage": True}
-                assert ask(url, "/v1/completions", body)[:2] == ask(two, "/v1/completions", body)[:2]
-            else:
-                texts = [httpx.post(each + "/v1/completions", json=body).json()["choices"] for each in (url, two)]
-                assert texts[0] == texts[1]
-            assert host.replicas[0].last_chosen > 1
-            assert not host.replicas[0].is_ready
+    dying = toy_server(DyingModel(num_steps))
+    with dying as (_, one), toy_server() as (_, two), router_server([one, two]) as (host, url):
+        host.replicas[1].last_chosen = 1
+        if is_stream:
+            body["stream_options"] = {"include_usage": True}
+            assert ask(url, "/v1/completions", body)[:2] == ask(two, "/v1/completions", body)[:2]
+        else:
+            texts = [httpx.post(each + "/v1/completions", json=body).json()["choices"] for each in (url, two)]
+            assert texts[0] == texts[1]
+        assert host.replicas[0].last_chosen > 1
+        assert not host.replicas[0].is_ready
 
 
 def test_a_request_that_kills_engines_reaches_few() -> None:

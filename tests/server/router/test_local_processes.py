@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ def run_until(condition: Callable[[LocalReplicas], Any], *environments: Mapping[
             await asyncio.sleep(0.01)
 
     async def main() -> LocalReplicas:
-        config = RouterConfig(port=0, probe_interval_s=0.05, probe_timeout_s=0.2)
+        config = RouterConfig(port=0, probe_interval_s=0.05, probe_timeout_s=0.1)
         host = LocalReplicas(config, FAKE, {}, environments)
         await host.start()
         try:
@@ -52,3 +53,28 @@ def test_a_process_that_cannot_start_does_not_end_one_that_works() -> None:
     assert (host.failure, host.state) == (None, HostState.READY)
     host = run_until(lambda host: host.failure is not None, {"FAKE_REPLICA": "fails_to_start"})
     assert "a replica could not be started" in str(host.failure)
+
+
+@pytest.mark.parametrize(("behaviour", "reason"), [("falls_ill", "it is broken"), ("hangs", "it does not answer")])
+def test_a_process_that_is_ill_is_replaced(behaviour: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    first: list[int] = []
+
+    def is_replaced(host: LocalReplicas) -> bool:
+        first[:] = first or [process.pid for process in host.processes]
+        return bool(host.processes) and host.processes[0].pid not in first and host.replicas[0].is_ready
+
+    run_until(is_replaced, {"FAKE_REPLICA": behaviour})
+    assert f"process 0 is ended: {reason}" in caplog.messages
+
+
+@pytest.mark.parametrize("behaviour", ["loads", "sleeps"])
+def test_a_process_that_loads_or_sleeps_is_left_alone(behaviour: str) -> None:
+    end = time.monotonic() + 1.5  # time for more late answers than it takes
+    pids: set[int] = set()
+
+    def is_over(host: LocalReplicas) -> bool:
+        pids.update(process.pid for process in host.processes)
+        return time.monotonic() > end
+
+    run_until(is_over, {"FAKE_REPLICA": behaviour})
+    assert len(pids) == 1

@@ -57,11 +57,11 @@ def test_probes_end_though_their_cancellation_is_lost(turns: int, monkeypatch: p
     async def main() -> None:
         answered = asyncio.Event()
 
-        async def ask_ready(replica: Replica) -> str:
+        async def ask_state(replica: Replica, path: str) -> tuple[str, dict[str, Any]]:
             await answered.wait()
-            return ""
+            return "", {}
 
-        monkeypatch.setattr("fastinfer.server.router.host._ask_ready", ask_ready)
+        monkeypatch.setattr("fastinfer.server.router.host.ask_state", ask_state)
         routing = router_host(["http://127.0.0.1:9"])
         await routing.start()
         await asyncio.sleep(0.01)

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from fastinfer.client.endpoint import Endpoint
 from fastinfer.errors import ServerError
@@ -115,7 +116,7 @@ class RouterHost:
             replica.wake_probe.clear()
             was_ready = replica.is_ready
             try:
-                reason = await asyncio.wait_for(_ask_ready(replica), self._config.probe_timeout_s)
+                reason, _ = await asyncio.wait_for(ask_state(replica, "/ready"), self._config.probe_timeout_s)
                 num_failed = 0
             except (ServerError, asyncio.TimeoutError) as error:
                 reason = str(error) or f"no answer within {self._config.probe_timeout_s:g} s"
@@ -135,18 +136,24 @@ class RouterHost:
                 await asyncio.wait_for(replica.wake_probe.wait(), self._config.probe_interval_s)
 
 
-async def _ask_ready(replica: Replica) -> str:
-    """Return why a replica takes no requests; empty if it does.
+async def ask_state(replica: Replica, path: str) -> tuple[str, dict[str, Any]]:
+    """Ask a replica for its state.
+
+    Args:
+        replica: the replica.
+        path: ``/ready`` or ``/health``.
+
+    Returns:
+        Why the answer is no, empty if it is yes; and the answer.
 
     Raises:
         ServerError: it does not answer.
     """
-    async with replica.ask("GET", "/ready", (), b"") as answer:
+    async with replica.ask("GET", path, (), b"") as answer:
         body = b""
         while piece := await answer.read():
             body += piece
             if len(body) > MAX_PROBE_BYTES:
-                raise ServerError("expected a short answer to /ready, got a long one")
-        if answer.status == 200:
-            return ""
-        return str(parse_object(body).get("reason", f"status {answer.status}"))
+                raise ServerError(f"expected a short answer to {path}, got a long one")
+        state = parse_object(body)
+        return "" if answer.status == 200 else str(state.get("reason", f"status {answer.status}")), state
