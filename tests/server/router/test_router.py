@@ -177,6 +177,66 @@ def test_sleepers_are_woken_though_another_server_is_down() -> None:
         wait_until(lambda: host.replicas[0].is_ready)
 
 
+def test_a_server_that_is_down_or_hangs_keeps_nobody_from_the_others() -> None:
+    key = {"X-Api-Key": "boss"}
+    settings = {"probe_interval_s": 60, "probe_timeout_s": 0.2}
+    with (
+        toy_server(admin_keys=("boss",)) as (_, toy),
+        BreakingProxy(toy) as proxy,
+        router_server([toy, proxy.url], **settings) as (host, url),
+    ):
+
+        def ask(method: str, path: str) -> httpx.Response:
+            for replica in host.replicas:  # though nobody knows yet
+                replica.set_ready()
+            answer = httpx.request(method, url + path, headers=key, timeout=20)
+            assert answer.status_code == 200, answer.text
+            assert not host.replicas[1].is_ready
+            return answer
+
+        proxy.is_silent = True
+        assert [model["id"] for model in ask("GET", "/v1/models").json()["data"]] == [NAME, "toy"]
+        proxy.set_down(True)
+        assert ask("GET", f"/v1/models/{NAME}").json()["id"] == NAME
+        for path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
+            answer = ask("POST", path)
+            assert answer.headers["x-left-out"] == host.replicas[1].name
+        host.replicas[0].set_unready("as an example", is_reachable=False)
+        answer = httpx.post(url + "/wake_up", headers=key)
+        assert answer.status_code == 503
+        assert all(replica.name in answer.json()["error"]["message"] for replica in host.replicas)
+
+
+def test_servers_that_are_awake_again_take_the_next_request() -> None:
+    key = {"X-Api-Key": "boss"}
+    with (
+        toy_server(admin_keys=("boss",)) as (_, one),
+        toy_server(admin_keys=("boss",)) as (_, two),
+        toy_server(admin_keys=("boss",)) as (ending, three),
+        router_server([one, two, three]) as (host, url),
+    ):
+        ending.host.state = HostState.DRAINING
+        for _ in range(5):
+            assert httpx.post(url + "/sleep", headers=key).status_code == 200
+            answer = httpx.post(url + "/wake_up", headers=key)
+            assert (answer.json(), answer.headers["x-left-out"]) == ({"is_sleeping": False}, host.replicas[2].name)
+            text_of(httpx.post(url + "/v1/completions", json=COMPLETION))
+
+
+def test_caches_of_all_servers_are_reset() -> None:
+    key = {"X-Api-Key": "boss"}
+    with contextlib.ExitStack() as stack:
+        toys = [toy_server(admin_keys=("boss",), response_cache="memory") for _ in range(2)]
+        urls = [stack.enter_context(toy)[1] for toy in toys]
+        host, url = stack.enter_context(router_server(urls, probe_interval_s=60))
+        for letter, toy in zip("abc", [urls[0], urls[1], urls[1]], strict=True):
+            text_of(httpx.post(toy + "/v1/completions", json={**COMPLETION, "prompt": letter}))
+        host.replicas[1].set_unready("the queue is full")
+        answer = httpx.post(url + "/reset_response_cache", json={}, headers=key)
+        assert answer.json() == {"num_dropped": 3}
+        assert "x-left-out" not in answer.headers
+
+
 def test_the_page_is_there_for_head_too(toys: list[str]) -> None:
     with router_server(toys) as (_, url), httpx.Client(base_url=url) as client:
         for _ in range(2):  # on one connection

@@ -11,23 +11,18 @@ from starlette.types import Receive, Scope, Send
 
 from fastinfer.errors import ServerError
 from fastinfer.server.disconnect import disconnected
-from fastinfer.server.errors import ABORTED, ENGINE_DEAD, RETRY_FULL_S, unavailable
+from fastinfer.server.errors import ENGINE_DEAD, RETRY_FULL_S, unavailable
 from fastinfer.server.record import record
 from fastinfer.server.router.prefill import prefill
-from fastinfer.server.router.prompts import parse_object
 from fastinfer.server.router.replica import Answer, Replica
 from fastinfer.server.router.routed_request import RoutedRequest
 from fastinfer.server.router.state import RouterState
 from fastinfer.server.router.stream_replay import DivergedError, StreamReplay
-from fastinfer.server.router.whole_answer import WholeAnswer, end_to_end
+from fastinfer.server.router.whole_answer import QUEUE_FULL, WholeAnswer, end_to_end
 from fastinfer.server.sse import openai_error
 
 LOG = logging.getLogger("fastinfer.server")
 
-# Errors of a replica that does not take this request now. Others with status 503, as that of a time limit, would come
-# again.
-QUEUE_FULL = "queue_full"
-NOT_READY = frozenset({"loading", "draining", "failed", "unavailable", ABORTED, QUEUE_FULL})
 # Seconds until a request that nobody had room for is sent to the same replicas again.
 FULL_PAUSE_S = 0.2
 
@@ -151,8 +146,8 @@ class Forwarded(Response):
                 await self._send_stream(answer)
                 return None
             whole = await WholeAnswer.read(answer)
-        code = _code(whole.body) if whole.status in (404, 503) else None
-        if code is not None and code in NOT_READY:
+        code = whole.error_code if whole.status in (404, 503) else None
+        if code is not None and whole.is_refusal:
             if code != QUEUE_FULL:  # which may be said of this prompt alone
                 replica.set_unready(code)
             replica.wake_probe.set()
@@ -195,7 +190,7 @@ class Forwarded(Response):
         if not self._refused:
             raise unavailable("no replica is ready", RETRY_FULL_S, "no_replica")
         refusal = list(self._refused.values())[-1]
-        record().error = _code(refusal.body)
+        record().error = refusal.error_code
         await self._send_whole(refusal)
         return True
 
@@ -228,13 +223,6 @@ class Forwarded(Response):
 
 def _is_stream(answer: Answer) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
-
-
-def _code(body: bytes) -> str | None:
-    """Return the code of an error; ``None`` if there is none."""
-    error = parse_object(body).get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, str) else None
 
 
 def _nothing() -> None:

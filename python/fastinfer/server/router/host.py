@@ -90,6 +90,15 @@ class RouterHost:
             await asyncio.sleep(POLL_S)
         return None if self.is_stopped else replica
 
+    async def ask_again(self, servers: Collection[Replica]) -> None:
+        """Ask servers anew whether they are ready, and wait for the answers, as long as one may take."""
+        for server in servers:
+            server.was_probed.clear()
+            server.wake_probe.set()
+        probes = asyncio.gather(*(server.was_probed.wait() for server in servers))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(probes, self._config.probe_timeout_s)
+
     def give_up(self) -> None:
         """Wait for nothing; a router loads nothing."""
 
@@ -132,6 +141,8 @@ class RouterHost:
                 LOG.info("replica %s is ready", replica.name)
             elif was_ready and reason:
                 LOG.warning("replica %s is not ready: %s", replica.name, reason)
+            if not replica.wake_probe.is_set():  # or else the answer is older than the doubt
+                replica.was_probed.set()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(replica.wake_probe.wait(), self._config.probe_interval_s)
 

@@ -55,6 +55,7 @@ class Replica(ABC):
         last_chosen: number that grows with each choice of any replica.
         prefixes: prefixes that it has computed.
         wake_probe: set when its state is in doubt.
+        was_probed: set when it has been asked since then.
     """
 
     def __init__(self, name: str, max_index_blocks: int) -> None:
@@ -66,6 +67,7 @@ class Replica(ABC):
         self.last_chosen = 0
         self.prefixes = PrefixIndex(max_index_blocks)
         self.wake_probe = asyncio.Event()
+        self.was_probed = asyncio.Event()
 
     @contextlib.contextmanager
     def running(self, prompt: Prompt) -> Iterator[int]:
