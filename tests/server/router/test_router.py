@@ -344,6 +344,26 @@ def test_a_prompt_that_no_queue_has_room_for_leaves_the_replica_to_others() -> N
             connection.close()
 
 
+def test_a_model_of_a_replica_that_is_not_ready_is_not_unknown(toys: list[str]) -> None:
+    body = {**COMPLETION, "model": "other"}
+    with (
+        toy_server(names=("other",)) as (server, other),
+        router_server([other, *toys], probe_interval_s=60) as (host, url),
+    ):
+        server.host.state = HostState.DRAINING
+        for _ in range(2):  # it refuses the first request, and is not asked again
+            answer = httpx.post(url + "/v1/completions", json=body)
+            assert answer.status_code == 503
+            assert "retry-after" in answer.headers
+        answer = httpx.get(url + "/v1/models/other")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert host.replicas[0].name in answer.json()["error"]["message"]
+        server.host.state = HostState.READY
+        host.replicas[0].wake_probe.set()
+        wait_until(lambda: host.replicas[0].is_ready)
+        text_of(httpx.post(url + "/v1/completions", json=body))
+
+
 @pytest.mark.slow
 def test_a_drain_loses_no_request() -> None:
     async def ask(client: httpx.AsyncClient, number: int) -> str:

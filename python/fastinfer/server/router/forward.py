@@ -182,14 +182,19 @@ class Forwarded(Response):
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _refuse(self) -> bool:
-        """Send the answer of the last replica that has refused the request.
+        """Send the answer of the last replica that has refused the request for now, or else of the last one.
 
         Raises:
-            APIError: none has.
+            APIError: none has, or all say that there is no such model, and others that may have it are not ready.
         """
-        if not self._refused:
+        refusals = sorted(self._refused.values(), key=lambda refusal: refusal.is_refusal)
+        if not refusals:
             raise unavailable("no replica is ready", RETRY_FULL_S, "no_replica")
-        refusal = list(self._refused.values())[-1]
+        refusal = refusals[-1]
+        others = [replica.name for replica in self._router.host.replicas if replica not in self._refused]
+        if others and not refusal.is_refusal:
+            message = f"no replica that is ready has the model; not ready: {', '.join(others)}"
+            raise unavailable(message, RETRY_FULL_S, "no_replica")
         record().error = refusal.error_code
         await self._send_whole(refusal)
         return True

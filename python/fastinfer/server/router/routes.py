@@ -10,7 +10,7 @@ import fastinfer
 from fastinfer.server.disconnect import unless_gone
 from fastinfer.server.errors import JSON, RETRY_FULL_S, APIError, unavailable
 from fastinfer.server.host_state import HostState
-from fastinfer.server.router.broadcast import ask_all, broadcast
+from fastinfer.server.router.broadcast import ask_all, broadcast, names
 from fastinfer.server.router.forward import Forwarded
 from fastinfer.server.router.prompts import parse_object
 from fastinfer.server.router.replica import Replica
@@ -82,9 +82,12 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> Response:
     """Describe one model, whose name may contain slashes."""
-    models, _ = await _models(request)
+    models, silent = await _models(request)
     if name in models:
         return JSON(models[name])
+    if silent:
+        message = f"no replica that has answered has a model {name!r}; not ready: {names(silent)}"
+        raise unavailable(message, RETRY_FULL_S, "no_replica")
     raise APIError(404, f"model {name!r} does not exist", param="model", code="model_not_found")
 
 
