@@ -305,13 +305,17 @@ def test_a_request_that_kills_its_replicas_reaches_few(toys: list[str]) -> None:
         assert sum(proxy.num_broken > 0 for proxy in proxies) == 3
 
 
-def test_nobody_is_ready() -> None:
-    with router_server(["http://127.0.0.1:1"], is_ready=False) as (_, url):
+def test_nobody_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    with router_server(["http://127.0.0.1:1"], is_ready=False) as (host, url):
         answer = httpx.post(url + "/v1/completions", json=COMPLETION)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
         assert "retry-after" in answer.headers
         assert httpx.get(url + "/v1/models").status_code == 503
         wait_until(lambda: "127.0.0.1:1: Connect" in httpx.get(url + "/ready").json()["reason"])
+        for _ in range(2):  # further questions, whose answers are the same
+            host.replicas[0].was_probed.clear()
+            wait_until(host.replicas[0].was_probed.is_set)
+    assert len([line for line in caplog.messages if "127.0.0.1:1 is not ready: 127.0.0.1:1: Connect" in line]) == 1
 
 
 def test_a_model_that_not_all_replicas_have(toys: list[str]) -> None:

@@ -14,7 +14,7 @@ from fastinfer.server.router.config import RouterConfig
 from fastinfer.server.router.http_replica import HttpReplica
 from fastinfer.server.router.policy import choose
 from fastinfer.server.router.prompts import Prompt, parse_object
-from fastinfer.server.router.replica import Replica
+from fastinfer.server.router.replica import NOT_ASKED, Replica
 
 LOG = logging.getLogger("fastinfer.server")
 
@@ -61,8 +61,9 @@ class RouterHost:
         return [*self.replicas, *self.prefill_servers]
 
     def add(self, endpoint: Endpoint, name: str) -> Replica:
-        """Add a replica while the router runs."""
+        """Add a replica that is being started while the router runs."""
         replica = HttpReplica(endpoint, self._config.max_index_blocks, name)
+        replica.set_unready("starting", is_reachable=False)
         self.replicas.append(replica)
         self._watch(replica)
         return replica
@@ -123,7 +124,7 @@ class RouterHost:
         # Python before 3.12 loses a cancellation that comes together with the end of what wait_for waits for.
         while replica in self._probes and not self.is_stopped:
             replica.wake_probe.clear()
-            was_ready = replica.is_ready
+            was_ready, is_first = replica.is_ready, replica.reason == NOT_ASKED
             try:
                 reason, _ = await asyncio.wait_for(ask_state(replica, "/ready"), self._config.probe_timeout_s)
                 num_failed = 0
@@ -139,7 +140,7 @@ class RouterHost:
                 replica.close()
             if replica.is_ready and not was_ready:
                 LOG.info("replica %s is ready", replica.name)
-            elif was_ready and reason:
+            elif (was_ready or is_first) and reason:
                 LOG.warning("replica %s is not ready: %s", replica.name, reason)
             if not replica.wake_probe.is_set():  # or else the answer is older than the doubt
                 replica.was_probed.set()

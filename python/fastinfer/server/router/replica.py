@@ -11,6 +11,7 @@ from fastinfer.client.endpoint import Headers
 from fastinfer.server.router.prefix_index import PrefixIndex
 from fastinfer.server.router.prompts import NO_PROMPT, Prompt
 
+NOT_ASKED = "not asked yet"
 # A request counts as one, and as one more for each so many bytes of prompt that have to be computed.
 LOAD_BYTES = 4096
 
@@ -61,7 +62,7 @@ class Replica(ABC):
     def __init__(self, name: str, max_index_blocks: int) -> None:
         self.name = name
         self.is_ready = self.is_reachable = False
-        self.reason = "not asked yet"
+        self.reason = NOT_ASKED
         self.load = 0.0
         self.num_running = 0
         self.last_chosen = 0
