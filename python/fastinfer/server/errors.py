@@ -97,6 +97,11 @@ def unavailable(message: str, retry_after: int, code: str) -> APIError:
     return APIError(503, message, code=code, headers={"Retry-After": str(retry_after)})
 
 
+def response_not_found(id: str) -> APIError:
+    """Return the error of a request about an earlier response; none are kept."""
+    return APIError(404, f"response {id!r} does not exist: responses are not kept", code="response_not_found")
+
+
 def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> APIError:
     """Return the answer to an error of a route or of the library, in the words of the client.
 

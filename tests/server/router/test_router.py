@@ -96,6 +96,9 @@ def test_answers_are_those_of_the_replicas(toys: list[str]) -> None:
                 for address in (url, toys[0])
             ]
             assert essence(wrong[0]) == essence(wrong[1])
+        for method, path in (("GET", "/v1/responses/resp_1"), ("POST", "/v1/responses/resp_1/cancel")):
+            answers = [httpx.request(method, address + path) for address in (url, toys[0])]
+            assert [answer.json()["error"]["code"] for answer in answers] == ["response_not_found"] * 2
         assert httpx.post(url + "/v1/nothing", json={}).status_code == 404
         assert httpx.get(url + "/v1/completions").status_code == 405
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 import fastinfer
 from fastinfer.server.disconnect import unless_gone
-from fastinfer.server.errors import JSON, RETRY_FULL_S, APIError, unavailable
+from fastinfer.server.errors import JSON, RETRY_FULL_S, APIError, response_not_found, unavailable
 from fastinfer.server.host_state import HostState
 from fastinfer.server.router.broadcast import ask_all, broadcast, names
 from fastinfer.server.router.forward import Forwarded
@@ -89,6 +89,13 @@ async def get_model(request: Request, name: str) -> Response:
         message = f"no replica that has answered has a model {name!r}; not ready: {names(silent)}"
         raise unavailable(message, RETRY_FULL_S, "no_replica")
     raise APIError(404, f"model {name!r} does not exist", param="model", code="model_not_found")
+
+
+@router.get("/v1/responses/{id}")
+@router.post("/v1/responses/{id}/cancel")
+async def find_response(id: str) -> Response:
+    """Say that there is no such response, because replicas keep none."""
+    raise response_not_found(id)
 
 
 async def forward(request: Request) -> Response:
