@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import select
 import socket
 import time
@@ -120,6 +121,21 @@ def test_own_routes(toys: list[str]) -> None:
         sent = [line for line in lines if line.startswith("fastinfer_router_requests_total")]
         assert sum(float(line.split()[-1]) for line in sent) == 3
         assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 3.0' in lines
+
+
+def test_metrics_of_replicas_that_nobody_else_can_ask() -> None:
+    toys = [toy_server(metrics_prefix="mine") for _ in range(2)]
+    with toys[0] as (_, one), toys[1] as (_, two), router_server([one, two]) as (host, url):
+        host.replicas[1].name = "process 1"
+        host.has_private_replicas = True
+        for letter in "ab":
+            text_of(httpx.post(url + "/v1/completions", json={**COMPLETION, "prompt": letter}))
+        lines = httpx.get(url + "/metrics").text.splitlines()
+    success = [line for line in lines if line.startswith("mine:request_success_total{") and line.endswith(" 1.0")]
+    assert [re.findall('replica="(.*?)"', line) for line in success] == [[host.replicas[0].name], ["process 1"]]
+    for name in ("mine:request_success_total", "http_requests_total", "http_request_duration_seconds"):
+        assert len([line for line in lines if line.startswith(f"# TYPE {name} ")]) == 1
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 2.0' in lines
 
 
 def test_limits(toys: list[str]) -> None:

@@ -38,7 +38,10 @@ class RouterHost:
         replicas: all replicas.
         prefill_servers: the servers that only compute long prompts.
         is_stopped: whether running requests are to end.
+        has_private_replicas: whether nobody but the router can reach the replicas, for instance for their metrics.
     """
+
+    has_private_replicas = False
 
     def __init__(
         self, config: RouterConfig, endpoints: Iterable[Endpoint], prefill_endpoints: Iterable[Endpoint] = ()

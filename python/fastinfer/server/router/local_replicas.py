@@ -50,6 +50,8 @@ class LocalReplicas(RouterHost):
         processes: processes that run.
     """
 
+    has_private_replicas = True
+
     def __init__(
         self,
         config: RouterConfig,

@@ -1,5 +1,6 @@
 """The router's own routes, and those that go to one replica or to all of them."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -7,10 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import fastinfer
+from fastinfer.client.endpoint import Headers
 from fastinfer.server.disconnect import unless_gone
 from fastinfer.server.errors import JSON, RETRY_FULL_S, APIError, response_not_found, unavailable
 from fastinfer.server.host_state import HostState
 from fastinfer.server.router.broadcast import ask_all, broadcast, names
+from fastinfer.server.router.engine_metrics import joined_metrics
 from fastinfer.server.router.forward import Forwarded
 from fastinfer.server.router.prompts import parse_object
 from fastinfer.server.router.replica import Replica
@@ -56,8 +59,18 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Return the router's metrics in Prometheus' format; those of the replicas are read there."""
-    return Response(router_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    """Return the router's metrics in Prometheus' format, and those of replicas that nobody else can ask for them."""
+    router = router_of(request)
+    text = router.metrics.text()
+    if router.host.has_private_replicas:
+        asking = ask_all(
+            [replica for replica in router.host.replicas if replica.is_reachable],
+            *("GET", "/metrics", _keys(request), b"", router.config.probe_timeout_s),
+        )
+        answers = await unless_gone(request, asking)
+        texts = {replica.name: answer.body.decode() for replica, answer in answers.items() if answer.status == 200}
+        text += await asyncio.to_thread(joined_metrics, texts)  # which takes milliseconds for each
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/load")
@@ -131,6 +144,11 @@ def _open(request: Request) -> RouterState:
     return state
 
 
+def _keys(request: Request) -> Headers:
+    """Return the headers with the client's keys."""
+    return [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
+
+
 async def _models(request: Request) -> tuple[dict[str, dict[str, Any]], list[Replica]]:
     """Return the models of all replicas by name, and the replicas that have not answered.
 
@@ -139,9 +157,8 @@ async def _models(request: Request) -> tuple[dict[str, dict[str, Any]], list[Rep
     """
     router = router_of(request)
     models: dict[str, dict[str, Any]] = {}
-    keys = [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
     ready = [replica for replica in router.host.replicas if replica.is_ready]
-    asking = ask_all(ready, "GET", "/v1/models", keys, b"", router.config.probe_timeout_s)
+    asking = ask_all(ready, "GET", "/v1/models", _keys(request), b"", router.config.probe_timeout_s)
     answers = {
         replica: answer for replica, answer in (await unless_gone(request, asking)).items() if not answer.is_refusal
     }
