@@ -35,6 +35,8 @@ _TYPES = {
     503: ("overloaded_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
+# The code of an error whose object has no place for it, as Anthropic's.
+CODE_HEADER = "X-Error-Code"
 # Seconds after which a refused request may succeed. A full queue moves with every finished request.
 RETRY_FULL_S = 1
 RETRY_LOADING_S = 5
@@ -157,4 +159,5 @@ def error_response(error: APIError, scope: Scope) -> Response:
     """Return the answer in the form that the path's clients expect."""
     record().error = error.name
     is_anthropic = "/v1/messages" in scope["path"]
-    return JSON(error.body(anthropic=is_anthropic), error.status, error.headers)
+    code = {CODE_HEADER: error.code} if is_anthropic and error.code is not None else {}
+    return JSON(error.body(anthropic=is_anthropic), error.status, {**error.headers, **code})

@@ -387,6 +387,18 @@ def test_a_model_of_a_replica_that_is_not_ready_is_not_unknown(toys: list[str]) 
         text_of(httpx.post(url + "/v1/completions", json=body))
 
 
+def test_messages_that_a_replica_refuses_go_to_another(toys: list[str]) -> None:
+    body = {"model": "toy", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+    with (
+        toy_server() as (server, full),
+        toy_server(names=("other",)) as (_, other),
+        router_server([full, other, toys[0]], probe_interval_s=60) as (_, url),
+    ):
+        server.host.state = HostState.DRAINING
+        for _ in range(3):
+            assert httpx.post(url + "/v1/messages", json=body).status_code == 200
+
+
 @pytest.mark.slow
 def test_a_drain_loses_no_request() -> None:
     async def ask(client: httpx.AsyncClient, number: int) -> str:

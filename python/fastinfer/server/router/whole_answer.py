@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fastinfer.client.endpoint import Headers
-from fastinfer.server.errors import ABORTED
+from fastinfer.server.errors import ABORTED, CODE_HEADER
 from fastinfer.server.router.prompts import parse_object
 from fastinfer.server.router.replica import Answer
 from fastinfer.server.router.routed_request import CONNECTION_HEADERS
@@ -42,6 +42,9 @@ class WholeAnswer:
     @property
     def error_code(self) -> str | None:
         """Code of an error; ``None`` if there is none."""
+        for name, value in self.headers:
+            if name == CODE_HEADER.lower().encode():
+                return value.decode("latin-1")
         error = parse_object(self.body).get("error")
         code = error.get("code") if isinstance(error, dict) else None
         return code if isinstance(code, str) else None
