@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -251,4 +252,22 @@ def test_rank_that_does_not_come() -> None:
         return str(raised.value)
 
     message, _ = in_ranks(2, run, deadline=0.1)
+    assert "rank 1 did not exchange its part within 100 ms" in message
+
+
+def test_a_team_has_time_for_its_step_but_not_for_an_exchange() -> None:
+    """Otherwise a long prompt would end an engine whose stages wait for each other."""
+
+    def run(group: Group) -> str:
+        if group.rank == 2:  # of the second team
+            time.sleep(0.3)
+            group.finish()
+        if group.rank != 0:
+            return ""
+        group.wait_for(2)
+        with pytest.raises(RuntimeError) as raised:
+            ops.all_gather(torch.zeros(1, 3), group.team.memory, 0, [3, 3])
+        return str(raised.value)
+
+    message, *_ = in_ranks(4, run, deadline=0.1, team_size=2)
     assert "rank 1 did not exchange its part within 100 ms" in message

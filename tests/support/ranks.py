@@ -15,10 +15,10 @@ from fastinfer.parallel.group import Group
 R = TypeVar("R")
 
 
-def in_ranks(size: int, run: Callable[[Group], R], deadline: float = 60.0) -> list[R]:
+def in_ranks(size: int, run: Callable[[Group], R], deadline: float = 60.0, team_size: int | None = None) -> list[R]:
     """What a function returns in each rank of a new group."""
-    first = Group.create(size, deadline)
-    groups = [first, *(Group(rank, size, *first.fds) for rank in range(1, size))]
+    first = Group.create(size, deadline, team_size=team_size)
+    groups = [first, *(Group(rank, size, *first.fds, team_size=team_size) for rank in range(1, size))]
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(run, groups))
 

@@ -20,6 +20,8 @@ SLOT_BYTES = 2**22
 # Longest wait for another rank within a step. It only passes if a rank is stopped or hangs: the end of a process is
 # noticed at once.
 DEADLINE = 30.0
+# Longest wait of a team for the whole step of another one, which computes meanwhile: minutes for a long prompt.
+STEP_DEADLINE = 3600.0
 MAX_RANKS = 64
 MAX_MESSAGES = 64
 # Seconds in which the cause of an aborted exchange becomes known, which another thread finds out.
@@ -104,7 +106,8 @@ class Group:
 
         Args:
             size: number of ranks, at most ``MAX_RANKS``.
-            deadline: longest wait for another rank in seconds; ``DEADLINE`` by default.
+            deadline: longest wait for another rank of the team in seconds; ``DEADLINE`` by default. If there are
+                several teams, one waits for the steps of another for up to ``STEP_DEADLINE``.
             num_messages: number of messages that may be sent before the first of them is carried out, at most
                 ``MAX_MESSAGES``.
             purpose, team_size: see :class:`Group`.
@@ -115,9 +118,12 @@ class Group:
         all_bytes = num_bytes * num_parts(size, team_size)
         os.ftruncate(fds[0], all_bytes)
         memory = mmap.mmap(fds[0], all_bytes)
-        ProcessGroup.initialize(memory, size, SLOT_BYTES, DEADLINE if deadline is None else deadline, num_messages)
+        deadline = DEADLINE if deadline is None else deadline
+        ProcessGroup.initialize(memory, size, SLOT_BYTES, deadline, num_messages)
         for part in range(1, num_parts(size, team_size)):
             ProcessGroup.initialize_team(memory, part * num_bytes, (part - 1) * team_size, team_size)
+        if team_size < size:  # teams have taken over the deadline, and keep theirs
+            ProcessGroup.initialize(memory, size, SLOT_BYTES, STEP_DEADLINE, num_messages)
         group = cls(0, size, fds[0], fds[1], purpose, team_size)
         for fd in fds:
             weakref.finalize(group, os.close, fd)
