@@ -64,6 +64,7 @@ CASES = {
     "router http://h:1 --metadata-url http://h": "--metadata-url: expected --spot-notice with it, got none",
     "router": "the following arguments are required: URL",
     "router localhost:8000": "url: expected http://HOST:PORT or https://HOST/PATH, got 'localhost:8000'",
+    "router http://h:0": "url: expected http://HOST:PORT or https://HOST/PATH, got 'http://h:0'",
     "router http://h:1 http://h:1/": "url: expected each server once, got http://h:1/ twice",
     "router http://h:1 --prefill-url http://h:1": "url: expected each server once, got http://h:1 twice",
     "router http://h:1 --beta 0": "--beta: expected a number above 0",

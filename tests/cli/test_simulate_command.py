@@ -107,6 +107,7 @@ def test_prefixes_are_found(costs: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("{costs} --prompt-tokens 9:3", "--prompt-tokens: expected N, LOW:HIGH"),
         ("{costs} --prompt-tokens 2048", "max_model_len=2048 tokens together, got 2048 and"),
         ("{costs} --beta -1", "--beta must be a number in"),
+        ("{costs} --routing round-robin --beta 3", "--beta: expected --routing prefix-affinity with it, got"),
         ("{costs} --num-kv-blocks 3", "num_blocks must be at least [64]"),
         ("{costs} --replicas 0", "--replicas: expected an integer in 1..100000"),
     ],

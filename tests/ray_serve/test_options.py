@@ -20,8 +20,11 @@ def test_options_are_those_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_options({}).beta == 1.0
 
 
-def test_true_from_a_command_line() -> None:
-    assert parse_options({"deterministic": "true"}).engine_options == {"deterministic": True}
+def test_options_without_a_value() -> None:
+    for value in (True, "true", "True"):
+        assert parse_options({"deterministic": value}).engine_options == {"deterministic": True}
+    for value in (False, "false"):
+        assert parse_options({"deterministic": value}).engine_options == {}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,12 @@ def test_true_from_a_command_line() -> None:
         ({"data_parallel_size": 2}, "data_parallel_size: expected an option of the engine, got one that belongs to"),
         ({"beta": -1}, "beta: expected a number above 0, got '-1'"),
         ({"threads": 0}, "--threads: expected an integer in 1..1024, got '0'"),
-        ({"contxt": 5}, "unrecognized arguments: --contxt=5"),
+        ({"contxt": 5}, "contxt: expected an option of 'fastinfer serve', got an unknown one"),
+        ({"hos": "0.0.0.0"}, "hos: expected an option of 'fastinfer serve', got an unknown one"),
+        ({"data-parallel-siz": 2}, "data-parallel-siz: expected an option of 'fastinfer serve'"),
+        ({"help": True}, "help: expected an option of 'fastinfer serve', got an unknown one"),
+        ({5: 1}, "args: expected names of options as texts, got 5"),
+        ({"deterministic": "no"}, "deterministic: expected true or false, got 'no'"),
         ({"model": "no-such-model"}, "no-such-model"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastinfer.cli.options import count, integer, number, rate
+from fastinfer.cli.router_arguments import BETA
 from fastinfer.errors import RequestError
 from fastinfer.simulation.cost_file import CostFile
 from fastinfer.simulation.generator import Lengths, generate_trace
@@ -43,7 +44,6 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     replicas.add_argument(
         "--beta",
         type=number,
-        default=1.0,
         metavar="B",
         help="of prefix-affinity: the score is matched / prompt - B * (load - mean load) / mean load; default: 1",
     )
@@ -76,6 +76,9 @@ def _lengths(text: str) -> Lengths:
 
 def check_simulate(args: argparse.Namespace) -> None:
     """Check the arguments; read or generate the trace, and read the file of costs."""
+    if args.beta is not None and args.routing != "prefix-affinity":
+        raise RequestError(f"--beta: expected --routing prefix-affinity with it, got {args.routing}")
+    args.beta = BETA if args.beta is None else args.beta
     check_float("--beta", args.beta, 0.0, 1e6)
     args.costs = _costs(args)
     args.trace = _trace(args, args.costs.limits.max_model_len)

@@ -43,7 +43,7 @@ class Endpoint:
             (parts.hostname or "").encode("idna")  # as for the look-up, which refuses labels that are empty or too long
         except ValueError:
             parts, port = urlsplit(""), None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or port == 0:
             raise RequestError(f"url: expected http://HOST:PORT or https://HOST/PATH, got {url!r}")
         if parts.username is not None:
             raise RequestError("url: expected no user name, got one; a key is given by itself")

@@ -7,6 +7,7 @@ from typing import Any
 from fastinfer.cli.commands import parse
 from fastinfer.cli.options import rate
 from fastinfer.cli.router_arguments import BETA
+from fastinfer.cli.serve_arguments import add_serve
 from fastinfer.errors import RequestError
 
 # Options that belong to Ray here.
@@ -14,14 +15,16 @@ OF_RAY = frozenset(
     {"host", "port", "uds", "root-path", "ssl-certfile", "ssl-keyfile"}
     | {"data-parallel-size", "spot-notice", "metadata-url"}
 )
+# Values of an option without a value, as Ray's command line or a file in YAML has them.
+FLAGS = {"true": True, "false": False}
 
 
 def parse_options(args: Mapping[str, Any]) -> argparse.Namespace:
     """Return the options of ``fastinfer serve``.
 
     Args:
-        args: values by name, without the dashes. ``True`` stands for an option without a value; a list for one that is
-            repeated.
+        args: values by whole names, without the dashes. ``True`` stands for an option without a value, ``False`` for
+            none; a list for one that is repeated.
 
     Raises:
         FastinferError: an option is wrong, or belongs to Ray.
@@ -30,15 +33,27 @@ def parse_options(args: Mapping[str, Any]) -> argparse.Namespace:
         beta = rate(str(args.get("beta", BETA)))
     except argparse.ArgumentTypeError as error:
         raise RequestError(f"beta: {error}") from None
+    known = argparse.ArgumentParser(add_help=False)
+    add_serve(known)
     argv = ["serve"]
     for key, value in args.items():
+        if not isinstance(key, str):
+            raise RequestError(f"args: expected names of options as texts, got {key!r}")
         if key == "beta":  # which one process would refuse: its router is Ray's
             continue
         name = key.replace("_", "-")
         if name in OF_RAY:
             raise RequestError(f"{key}: expected an option of the engine, got one that belongs to Ray Serve")
+        action = known._option_string_actions.get(f"--{name}")  # argparse itself would complete the name
+        if action is None:
+            raise RequestError(f"{key}: expected an option of 'fastinfer serve', got an unknown one")
         for item in value if isinstance(value, list) else [value]:
-            argv.append(f"--{name}" if item is True or item == "true" else f"--{name}={item}")
+            if action.nargs != 0:
+                argv.append(f"--{name}={item}")
+            elif str(item).lower() not in FLAGS:
+                raise RequestError(f"{key}: expected true or false, got {item!r}")
+            elif FLAGS[str(item).lower()]:
+                argv.append(f"--{name}")
     options = parse(argv)
     options.beta = beta
     return options

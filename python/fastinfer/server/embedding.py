@@ -42,7 +42,7 @@ async def embed_all(
             except RequestError as error:
                 names = {"prompt": place, "prompt_token_ids": place, "priority": "priority"}
                 raise as_api_error(error, names) from None
-        check_end(output.finish_reason, output.stop_reason)
+        check_end(engine, output.finish_reason, output.stop_reason)
         return output
 
     tasks = [asyncio.ensure_future(embed(place, text)) for place, text in texts.items()]

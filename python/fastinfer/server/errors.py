@@ -35,9 +35,14 @@ _TYPES = {
     503: ("overloaded_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
+# The code of an error whose object has no place for it, as Anthropic's.
+CODE_HEADER = "X-Error-Code"
 # Seconds after which a refused request may succeed. A full queue moves with every finished request.
 RETRY_FULL_S = 1
 RETRY_LOADING_S = 5
+# Codes of requests that end because of the server, whatever they ask for: it shuts down, or its engine is lost.
+ABORTED = "aborted"
+ENGINE_DEAD = "engine_dead"
 
 _NUMBER = re.compile(r"\[\d+\]")
 _NO_LETTER = re.compile(r"\W")
@@ -92,6 +97,11 @@ def _kinds(status: int) -> tuple[str, str]:
 def unavailable(message: str, retry_after: int, code: str) -> APIError:
     """Return the error of a request that may succeed later."""
     return APIError(503, message, code=code, headers={"Retry-After": str(retry_after)})
+
+
+def response_not_found(id: str) -> APIError:
+    """Return the error of a request about an earlier response; none are kept."""
+    return APIError(404, f"response {id!r} does not exist: responses are not kept", code="response_not_found")
 
 
 def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> APIError:
@@ -149,4 +159,5 @@ def error_response(error: APIError, scope: Scope) -> Response:
     """Return the answer in the form that the path's clients expect."""
     record().error = error.name
     is_anthropic = "/v1/messages" in scope["path"]
-    return JSON(error.body(anthropic=is_anthropic), error.status, error.headers)
+    code = {CODE_HEADER: error.code} if is_anthropic and error.code is not None else {}
+    return JSON(error.body(anthropic=is_anthropic), error.status, {**error.headers, **code})

@@ -18,7 +18,7 @@ from fastinfer.server.auth import tenant_of
 from fastinfer.server.cache.response_cache import Question
 from fastinfer.server.cache.streams import OutputSource, Recorder, Recording, Replay
 from fastinfer.server.caching import begin_turn
-from fastinfer.server.errors import RETRY_FULL_S, APIError, unavailable
+from fastinfer.server.errors import ABORTED, ENGINE_DEAD, RETRY_FULL_S, RETRY_LOADING_S, APIError, unavailable
 from fastinfer.server.protocol.embeddings import EmbeddingRequest, ScoreRequest
 from fastinfer.server.protocol.sampling import SamplingFields
 from fastinfer.server.record import record
@@ -203,7 +203,7 @@ async def finish_all(server: ServerState, streams: Sequence[Stream], params: Sam
         outputs = [await anext(stream) for stream in streams]
         for output in outputs:
             count(server, output, params, sum(len(completion.token_ids) for completion in output.outputs))
-            check(output)
+            check(server, output)
         return outputs
     finally:
         for stream in streams:
@@ -243,22 +243,28 @@ async def outputs_of(
             last_time[index] = now
             if output.finished:
                 count(server, output, params, num_tokens[index])
-                check(output)
+                check(server, output)
             yield index, output, num_new
 
 
-def check(output: RequestOutput) -> None:
+def check(server: ServerState, output: RequestOutput) -> None:
     """Check the last output of a request.
 
     Raises:
         APIError: it ran out of time, was aborted, or failed.
     """
+    engine = server.host.loaded
+    assert engine is not None
     for completion in output.outputs:
-        check_end(completion.finish_reason, completion.stop_reason)
+        check_end(engine, completion.finish_reason, completion.stop_reason)
 
 
-def check_end(finish_reason: str | None, stop_reason: int | str | None) -> None:
+def check_end(engine: AsyncEngine, finish_reason: str | None, stop_reason: int | str | None) -> None:
     """Check why a request has ended.
+
+    Args:
+        engine: the engine that has run it.
+        finish_reason, stop_reason: what its last output says.
 
     Raises:
         APIError: it ran out of time, was aborted, or failed.
@@ -271,9 +277,9 @@ def check_end(finish_reason: str | None, stop_reason: int | str | None) -> None:
         case "timeout":
             raise _timeout()
         case "abort":
-            raise unavailable("the server has ended the request", RETRY_FULL_S, "aborted")
+            raise unavailable("the server has ended the request", RETRY_FULL_S, ABORTED)
         case _:
-            raise _failure(str(stop_reason))
+            raise _failure(engine, str(stop_reason))
 
 
 def count(server: ServerState, output: RequestOutput, params: SamplingParams, num_tokens: int) -> None:
@@ -328,11 +334,14 @@ def usage(num_prompt_tokens: int, num_tokens: int, num_cached: int, num_reasonin
     }
 
 
-def _failure(reason: str) -> APIError:
+def _failure(engine: AsyncEngine, reason: str) -> APIError:
     """Return the answer to a request that failed while it ran."""
     if (error := _grammar_error(reason)) is not None:
         return error
     LOG.error("a request failed: %s", reason)
+    if engine.health().is_dead:
+        message = "the engine has died, and the request with it; the server's log has the details"
+        return unavailable(message, RETRY_LOADING_S, ENGINE_DEAD)
     return APIError(500, "the request failed while it was running; the server's log has the details")
 
 

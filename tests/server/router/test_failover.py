@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from support.case_selection import RUNS_ALL, share
 from support.routers import BreakingProxy, router_server
 from support.toy import ToyModel
@@ -147,6 +148,46 @@ def test_a_stream_that_a_shutdown_ends_goes_on_elsewhere() -> None:
         assert ask(url, "/v1/completions", body)[:2] == expected
         thread.join()
         assert host.replicas[0].last_chosen > 1
+
+
+class DyingModel(ToyModel):
+    """Breaks its device in a step."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self._num_steps = num_steps
+
+    def forward(self, *args: Any) -> Any:
+        if len(self.batch_sizes) == self._num_steps:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+        return super().forward(*args)
+
+
+@pytest.mark.parametrize("num_steps", [0, 5])
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_engine_that_dies_in_a_server_that_lives_is_a_lost_replica(num_steps: int, is_stream: bool) -> None:
+    body = {"prompt": "once", "max_tokens": 60, "stream": is_stream, "ignore_eos": True, "temperature": 0}
+    dying = toy_server(DyingModel(num_steps))
+    with dying as (_, one), toy_server() as (_, two), router_server([one, two]) as (host, url):
+        host.replicas[1].last_chosen = 1
+        if is_stream:
+            body["stream_options"] = {"include_usage": True}
+            assert ask(url, "/v1/completions", body)[:2] == ask(two, "/v1/completions", body)[:2]
+        else:
+            texts = [httpx.post(each + "/v1/completions", json=body).json()["choices"] for each in (url, two)]
+            assert texts[0] == texts[1]
+        assert host.replicas[0].last_chosen > 1
+        assert not host.replicas[0].is_ready
+
+
+def test_a_request_that_kills_engines_reaches_few() -> None:
+    body = {"prompt": "once", "max_tokens": 60}
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(toy_server(DyingModel(3)))[1] for _ in range(4)]
+        host, url = stack.enter_context(router_server(urls))
+        answer = httpx.post(url + "/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+        assert sum(replica.last_chosen > 0 for replica in host.replicas) == 3
 
 
 def test_a_stream_leaves_a_replica_that_hangs() -> None:

@@ -147,6 +147,7 @@ def test_death_restart_and_drain(folder: Path) -> None:
 
         assert stream(server.url, "once upon a time", server.kill_busy_replica) == expected
         assert 'fastinfer_router_retries_total{reason="continued"} 1.0' in server.metrics()
+        assert any(re.match('vllm:request_success_total.*replica="process ', line) for line in server.metrics())
         wait_until(lambda: server.num_ready() == 2)
         children = server.children()
         assert len(children) == 2

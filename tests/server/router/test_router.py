@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import re
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -56,11 +58,11 @@ def test_probes_end_though_their_cancellation_is_lost(turns: int, monkeypatch: p
     async def main() -> None:
         answered = asyncio.Event()
 
-        async def ask_ready(replica: Replica) -> str:
+        async def ask_state(replica: Replica, path: str) -> tuple[str, dict[str, Any]]:
             await answered.wait()
-            return ""
+            return "", {}
 
-        monkeypatch.setattr("fastinfer.server.router.host._ask_ready", ask_ready)
+        monkeypatch.setattr("fastinfer.server.router.host.ask_state", ask_state)
         routing = router_host(["http://127.0.0.1:9"])
         await routing.start()
         await asyncio.sleep(0.01)
@@ -95,6 +97,9 @@ def test_answers_are_those_of_the_replicas(toys: list[str]) -> None:
                 for address in (url, toys[0])
             ]
             assert essence(wrong[0]) == essence(wrong[1])
+        for method, path in (("GET", "/v1/responses/resp_1"), ("POST", "/v1/responses/resp_1/cancel")):
+            answers = [httpx.request(method, address + path) for address in (url, toys[0])]
+            assert [answer.json()["error"]["code"] for answer in answers] == ["response_not_found"] * 2
         assert httpx.post(url + "/v1/nothing", json={}).status_code == 404
         assert httpx.get(url + "/v1/completions").status_code == 405
 
@@ -116,6 +121,21 @@ def test_own_routes(toys: list[str]) -> None:
         sent = [line for line in lines if line.startswith("fastinfer_router_requests_total")]
         assert sum(float(line.split()[-1]) for line in sent) == 3
         assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 3.0' in lines
+
+
+def test_metrics_of_replicas_that_nobody_else_can_ask() -> None:
+    toys = [toy_server(metrics_prefix="mine") for _ in range(2)]
+    with toys[0] as (_, one), toys[1] as (_, two), router_server([one, two]) as (host, url):
+        host.replicas[1].name = "process 1"
+        host.has_private_replicas = True
+        for letter in "ab":
+            text_of(httpx.post(url + "/v1/completions", json={**COMPLETION, "prompt": letter}))
+        lines = httpx.get(url + "/metrics").text.splitlines()
+    success = [line for line in lines if line.startswith("mine:request_success_total{") and line.endswith(" 1.0")]
+    assert [re.findall('replica="(.*?)"', line) for line in success] == [[host.replicas[0].name], ["process 1"]]
+    for name in ("mine:request_success_total", "http_requests_total", "http_request_duration_seconds"):
+        assert len([line for line in lines if line.startswith(f"# TYPE {name} ")]) == 1
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 2.0' in lines
 
 
 def test_limits(toys: list[str]) -> None:
@@ -174,6 +194,66 @@ def test_sleepers_are_woken_though_another_server_is_down() -> None:
         assert httpx.post(url + "/sleep", headers=key).status_code == 200
         assert httpx.post(url + "/wake_up", headers=key).json() == {"is_sleeping": False}
         wait_until(lambda: host.replicas[0].is_ready)
+
+
+def test_a_server_that_is_down_or_hangs_keeps_nobody_from_the_others() -> None:
+    key = {"X-Api-Key": "boss"}
+    settings = {"probe_interval_s": 60, "probe_timeout_s": 0.2}
+    with (
+        toy_server(admin_keys=("boss",)) as (_, toy),
+        BreakingProxy(toy) as proxy,
+        router_server([toy, proxy.url], **settings) as (host, url),
+    ):
+
+        def ask(method: str, path: str) -> httpx.Response:
+            for replica in host.replicas:  # though nobody knows yet
+                replica.set_ready()
+            answer = httpx.request(method, url + path, headers=key, timeout=20)
+            assert answer.status_code == 200, answer.text
+            assert not host.replicas[1].is_ready
+            return answer
+
+        proxy.is_silent = True
+        assert [model["id"] for model in ask("GET", "/v1/models").json()["data"]] == [NAME, "toy"]
+        proxy.set_down(True)
+        assert ask("GET", f"/v1/models/{NAME}").json()["id"] == NAME
+        for path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
+            answer = ask("POST", path)
+            assert answer.headers["x-left-out"] == host.replicas[1].name
+        host.replicas[0].set_unready("as an example", is_reachable=False)
+        answer = httpx.post(url + "/wake_up", headers=key)
+        assert answer.status_code == 503
+        assert all(replica.name in answer.json()["error"]["message"] for replica in host.replicas)
+
+
+def test_servers_that_are_awake_again_take_the_next_request() -> None:
+    key = {"X-Api-Key": "boss"}
+    with (
+        toy_server(admin_keys=("boss",)) as (_, one),
+        toy_server(admin_keys=("boss",)) as (_, two),
+        toy_server(admin_keys=("boss",)) as (ending, three),
+        router_server([one, two, three]) as (host, url),
+    ):
+        ending.host.state = HostState.DRAINING
+        for _ in range(5):
+            assert httpx.post(url + "/sleep", headers=key).status_code == 200
+            answer = httpx.post(url + "/wake_up", headers=key)
+            assert (answer.json(), answer.headers["x-left-out"]) == ({"is_sleeping": False}, host.replicas[2].name)
+            text_of(httpx.post(url + "/v1/completions", json=COMPLETION))
+
+
+def test_caches_of_all_servers_are_reset() -> None:
+    key = {"X-Api-Key": "boss"}
+    with contextlib.ExitStack() as stack:
+        toys = [toy_server(admin_keys=("boss",), response_cache="memory") for _ in range(2)]
+        urls = [stack.enter_context(toy)[1] for toy in toys]
+        host, url = stack.enter_context(router_server(urls, probe_interval_s=60))
+        for letter, toy in zip("abc", [urls[0], urls[1], urls[1]], strict=True):
+            text_of(httpx.post(toy + "/v1/completions", json={**COMPLETION, "prompt": letter}))
+        host.replicas[1].set_unready("the queue is full")
+        answer = httpx.post(url + "/reset_response_cache", json={}, headers=key)
+        assert answer.json() == {"num_dropped": 3}
+        assert "x-left-out" not in answer.headers
 
 
 def test_the_page_is_there_for_head_too(toys: list[str]) -> None:
@@ -244,13 +324,17 @@ def test_a_request_that_kills_its_replicas_reaches_few(toys: list[str]) -> None:
         assert sum(proxy.num_broken > 0 for proxy in proxies) == 3
 
 
-def test_nobody_is_ready() -> None:
-    with router_server(["http://127.0.0.1:1"], is_ready=False) as (_, url):
+def test_nobody_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    with router_server(["http://127.0.0.1:1"], is_ready=False) as (host, url):
         answer = httpx.post(url + "/v1/completions", json=COMPLETION)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
         assert "retry-after" in answer.headers
         assert httpx.get(url + "/v1/models").status_code == 503
         wait_until(lambda: "127.0.0.1:1: Connect" in httpx.get(url + "/ready").json()["reason"])
+        for _ in range(2):  # further questions, whose answers are the same
+            host.replicas[0].was_probed.clear()
+            wait_until(host.replicas[0].was_probed.is_set)
+    assert len([line for line in caplog.messages if "127.0.0.1:1 is not ready: 127.0.0.1:1: Connect" in line]) == 1
 
 
 def test_a_model_that_not_all_replicas_have(toys: list[str]) -> None:
@@ -261,6 +345,58 @@ def test_a_model_that_not_all_replicas_have(toys: list[str]) -> None:
         answer = httpx.post(url + "/v1/completions", json={**COMPLETION, "model": "nobody"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert httpx.get(url + "/ready").status_code == 200
+
+
+def test_a_prompt_that_no_queue_has_room_for_leaves_the_replica_to_others() -> None:
+    model = GatedModel()
+    limits = {"max_num_seqs": 1, "max_num_waiting_tokens": 20}
+    with toy_server(model, limits) as (server, toy), router_server([toy], probe_interval_s=60) as (_, url):
+        engine = server.host.loaded  # type: ignore[attr-defined]
+        running = send(url, COMPLETION)
+        model.step_until(lambda: engine.stats().num_running == 1)
+        waiting = send(url, {**COMPLETION, "prompt": [1] * 8})
+        model.step_until(lambda: engine.stats().num_waiting == 1)
+        large = send(url, {**COMPLETION, "prompt": [1] * 15})
+        model.step_until(lambda: select.select([large], [], [], 0)[0])
+        assert b"queue_full" in large.recv(4096)
+        small = send(url, {**COMPLETION, "prompt": [1] * 10})
+        model.allow(1000)
+        for connection in (running, waiting, small):
+            assert b"200 OK" in connection.recv(20)
+        for connection in (running, waiting, large, small):
+            connection.close()
+
+
+def test_a_model_of_a_replica_that_is_not_ready_is_not_unknown(toys: list[str]) -> None:
+    body = {**COMPLETION, "model": "other"}
+    with (
+        toy_server(names=("other",)) as (server, other),
+        router_server([other, *toys], probe_interval_s=60) as (host, url),
+    ):
+        server.host.state = HostState.DRAINING
+        for _ in range(2):  # it refuses the first request, and is not asked again
+            answer = httpx.post(url + "/v1/completions", json=body)
+            assert answer.status_code == 503
+            assert "retry-after" in answer.headers
+        answer = httpx.get(url + "/v1/models/other")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert host.replicas[0].name in answer.json()["error"]["message"]
+        server.host.state = HostState.READY
+        host.replicas[0].wake_probe.set()
+        wait_until(lambda: host.replicas[0].is_ready)
+        text_of(httpx.post(url + "/v1/completions", json=body))
+
+
+def test_messages_that_a_replica_refuses_go_to_another(toys: list[str]) -> None:
+    body = {"model": "toy", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+    with (
+        toy_server() as (server, full),
+        toy_server(names=("other",)) as (_, other),
+        router_server([full, other, toys[0]], probe_interval_s=60) as (_, url),
+    ):
+        server.host.state = HostState.DRAINING
+        for _ in range(3):
+            assert httpx.post(url + "/v1/messages", json=body).status_code == 200
 
 
 @pytest.mark.slow

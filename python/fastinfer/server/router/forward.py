@@ -11,21 +11,20 @@ from starlette.types import Receive, Scope, Send
 
 from fastinfer.errors import ServerError
 from fastinfer.server.disconnect import disconnected
-from fastinfer.server.errors import RETRY_FULL_S, unavailable
+from fastinfer.server.errors import ENGINE_DEAD, RETRY_FULL_S, unavailable
 from fastinfer.server.record import record
 from fastinfer.server.router.prefill import prefill
-from fastinfer.server.router.prompts import parse_object
 from fastinfer.server.router.replica import Answer, Replica
 from fastinfer.server.router.routed_request import RoutedRequest
 from fastinfer.server.router.state import RouterState
-from fastinfer.server.router.stream_replay import ABORTED, DivergedError, StreamReplay
-from fastinfer.server.router.whole_answer import WholeAnswer, end_to_end
+from fastinfer.server.router.stream_replay import DivergedError, StreamReplay
+from fastinfer.server.router.whole_answer import QUEUE_FULL, WholeAnswer, end_to_end
 from fastinfer.server.sse import openai_error
 
 LOG = logging.getLogger("fastinfer.server")
 
-# Errors of a replica that takes no requests now. Others with status 503, as that of a time limit, would come again.
-NOT_READY = frozenset({"loading", "draining", "failed", "queue_full", "unavailable", ABORTED})
+# Seconds until a request that nobody had room for is sent to the same replicas again.
+FULL_PAUSE_S = 0.2
 
 
 class _LostError(Exception):
@@ -114,6 +113,8 @@ class Forwarded(Response):
             replica = host.choose(prompt, self._refused)
             # A replica that has lost a connection may have lost this one alone, and is asked at once if it is ready.
             if replica is None and (self._has_begun or (self._num_lost and not self._refused)):
+                if self._refused:
+                    await asyncio.sleep(FULL_PAUSE_S)
                 self._refused.clear()
                 replica = await host.wait_for(prompt)
 
@@ -145,10 +146,14 @@ class Forwarded(Response):
                 await self._send_stream(answer)
                 return None
             whole = await WholeAnswer.read(answer)
-        code = _code(whole.body) if whole.status in (404, 503) else None
-        if code is not None and code in NOT_READY:
-            replica.set_unready(code)
+        code = whole.error_code if whole.status in (404, 503) else None
+        if code is not None and whole.is_refusal:
+            if code != QUEUE_FULL:  # which may be said of this prompt alone
+                replica.set_unready(code)
+            replica.wake_probe.set()
             return whole
+        if code == ENGINE_DEAD:
+            raise _LostError("its engine has died")
         if self._has_begun:
             raise _LostError(f"it has answered {whole.status} to a request that another replica had taken")
         if code == "model_not_found":
@@ -177,15 +182,20 @@ class Forwarded(Response):
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _refuse(self) -> bool:
-        """Send the answer of the last replica that has refused the request.
+        """Send the answer of the last replica that has refused the request for now, or else of the last one.
 
         Raises:
-            APIError: none has.
+            APIError: none has, or all say that there is no such model, and others that may have it are not ready.
         """
-        if not self._refused:
+        refusals = sorted(self._refused.values(), key=lambda refusal: refusal.is_refusal)
+        if not refusals:
             raise unavailable("no replica is ready", RETRY_FULL_S, "no_replica")
-        refusal = list(self._refused.values())[-1]
-        record().error = _code(refusal.body)
+        refusal = refusals[-1]
+        others = [replica.name for replica in self._router.host.replicas if replica not in self._refused]
+        if others and not refusal.is_refusal:
+            message = f"no replica that is ready has the model; not ready: {', '.join(others)}"
+            raise unavailable(message, RETRY_FULL_S, "no_replica")
+        record().error = refusal.error_code
         await self._send_whole(refusal)
         return True
 
@@ -218,13 +228,6 @@ class Forwarded(Response):
 
 def _is_stream(answer: Answer) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
-
-
-def _code(body: bytes) -> str | None:
-    """Return the code of an error; ``None`` if there is none."""
-    error = parse_object(body).get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, str) else None
 
 
 def _nothing() -> None:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from fastinfer.client.endpoint import Endpoint
 from fastinfer.errors import ServerError
@@ -13,7 +14,7 @@ from fastinfer.server.router.config import RouterConfig
 from fastinfer.server.router.http_replica import HttpReplica
 from fastinfer.server.router.policy import choose
 from fastinfer.server.router.prompts import Prompt, parse_object
-from fastinfer.server.router.replica import Replica
+from fastinfer.server.router.replica import NOT_ASKED, Replica
 
 LOG = logging.getLogger("fastinfer.server")
 
@@ -37,7 +38,10 @@ class RouterHost:
         replicas: all replicas.
         prefill_servers: the servers that only compute long prompts.
         is_stopped: whether running requests are to end.
+        has_private_replicas: whether nobody but the router can reach the replicas, for instance for their metrics.
     """
+
+    has_private_replicas = False
 
     def __init__(
         self, config: RouterConfig, endpoints: Iterable[Endpoint], prefill_endpoints: Iterable[Endpoint] = ()
@@ -60,8 +64,9 @@ class RouterHost:
         return [*self.replicas, *self.prefill_servers]
 
     def add(self, endpoint: Endpoint, name: str) -> Replica:
-        """Add a replica while the router runs."""
+        """Add a replica that is being started while the router runs."""
         replica = HttpReplica(endpoint, self._config.max_index_blocks, name)
+        replica.set_unready("starting", is_reachable=False)
         self.replicas.append(replica)
         self._watch(replica)
         return replica
@@ -89,6 +94,15 @@ class RouterHost:
             await asyncio.sleep(POLL_S)
         return None if self.is_stopped else replica
 
+    async def ask_again(self, servers: Collection[Replica]) -> None:
+        """Ask servers anew whether they are ready, and wait for the answers, as long as one may take."""
+        for server in servers:
+            server.was_probed.clear()
+            server.wake_probe.set()
+        probes = asyncio.gather(*(server.was_probed.wait() for server in servers))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(probes, self._config.probe_timeout_s)
+
     def give_up(self) -> None:
         """Wait for nothing; a router loads nothing."""
 
@@ -113,9 +127,9 @@ class RouterHost:
         # Python before 3.12 loses a cancellation that comes together with the end of what wait_for waits for.
         while replica in self._probes and not self.is_stopped:
             replica.wake_probe.clear()
-            was_ready = replica.is_ready
+            was_ready, is_first = replica.is_ready, replica.reason == NOT_ASKED
             try:
-                reason = await asyncio.wait_for(_ask_ready(replica), self._config.probe_timeout_s)
+                reason, _ = await asyncio.wait_for(ask_state(replica, "/ready"), self._config.probe_timeout_s)
                 num_failed = 0
             except (ServerError, asyncio.TimeoutError) as error:
                 reason = str(error) or f"no answer within {self._config.probe_timeout_s:g} s"
@@ -129,24 +143,32 @@ class RouterHost:
                 replica.close()
             if replica.is_ready and not was_ready:
                 LOG.info("replica %s is ready", replica.name)
-            elif was_ready and reason:
+            elif (was_ready or is_first) and reason:
                 LOG.warning("replica %s is not ready: %s", replica.name, reason)
+            if not replica.wake_probe.is_set():  # or else the answer is older than the doubt
+                replica.was_probed.set()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(replica.wake_probe.wait(), self._config.probe_interval_s)
 
 
-async def _ask_ready(replica: Replica) -> str:
-    """Return why a replica takes no requests; empty if it does.
+async def ask_state(replica: Replica, path: str) -> tuple[str, dict[str, Any]]:
+    """Ask a replica for its state.
+
+    Args:
+        replica: the replica.
+        path: ``/ready`` or ``/health``.
+
+    Returns:
+        Why the answer is no, empty if it is yes; and the answer.
 
     Raises:
         ServerError: it does not answer.
     """
-    async with replica.ask("GET", "/ready", (), b"") as answer:
+    async with replica.ask("GET", path, (), b"") as answer:
         body = b""
         while piece := await answer.read():
             body += piece
             if len(body) > MAX_PROBE_BYTES:
-                raise ServerError("expected a short answer to /ready, got a long one")
-        if answer.status == 200:
-            return ""
-        return str(parse_object(body).get("reason", f"status {answer.status}"))
+                raise ServerError(f"expected a short answer to {path}, got a long one")
+        state = parse_object(body)
+        return "" if answer.status == 200 else str(state.get("reason", f"status {answer.status}")), state

@@ -1,4 +1,4 @@
-"""Replicas on this machine: processes that the router starts, restarts when they die, and ends."""
+"""Replicas on this machine: processes that the router starts, restarts when they die or hang, and ends."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastinfer.client.endpoint import Endpoint
-from fastinfer.errors import FastinferError
+from fastinfer.errors import FastinferError, ServerError
 from fastinfer.server.host_state import HostState
 from fastinfer.server.router.config import RouterConfig
-from fastinfer.server.router.host import RouterHost
+from fastinfer.server.router.host import RouterHost, ask_state
 from fastinfer.server.router.replica import Replica
 
 LOG = logging.getLogger("fastinfer.server")
@@ -26,12 +26,14 @@ POLL_S = 0.05
 MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 # Seconds after which a process that should end gets the next signal: a second SIGTERM, SIGKILL.
 TERM_S, KILL_S = 1.0, 4.0
+# Failed questions in a row about the health of a process after which it is ended. One that is busy may miss some.
+MAX_ILL = 5
 # Exit code of a command whose input is wrong: another start would end likewise.
 WRONG_INPUT = 2
 
 
 class LocalReplicas(RouterHost):
-    """A router's replicas that are processes of this machine.
+    """A router's replicas that are processes of this machine; one that dies, hangs or falls ill is started again.
 
     Each listens on a port of 127.0.0.1, on a socket that it inherits, so that no other program can take the port. It
     gets its settings as JSON on its standard input, where no other user sees them.
@@ -47,6 +49,8 @@ class LocalReplicas(RouterHost):
         failure: the error that ends the router: a replica cannot be started at all.
         processes: processes that run.
     """
+
+    has_private_replicas = True
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class LocalReplicas(RouterHost):
         self._environments = environments
         self._descriptors = descriptors
         self._keepers: list[asyncio.Task[None]] = []
+        self._can_start = False  # whether any process has been ready
 
     async def start(self) -> None:
         """Start the processes."""
@@ -81,7 +86,7 @@ class LocalReplicas(RouterHost):
 
     async def _keep(self, number: int, environment: Mapping[str, str]) -> None:
         """Run one replica, and start it again whenever it has died; its name stays the same for metrics."""
-        pause, can_start = MIN_PAUSE_S, False
+        pause = MIN_PAUSE_S
         while True:
             try:
                 process, endpoint = self._spawn(environment)
@@ -90,12 +95,11 @@ class LocalReplicas(RouterHost):
             self.processes.append(process)
             replica = self.add(endpoint, f"process {number}")
             has_been_ready = await self._has_ended(process, replica)
-            can_start |= has_been_ready
             self.processes.remove(process)
             self.remove(replica)
             if self.state is not HostState.READY:
                 return None
-            if process.returncode == WRONG_INPUT and not can_start:
+            if process.returncode == WRONG_INPUT and not self._can_start:
                 return self._fail("a replica could not be started, see above")
             LOG.error("%s has ended with code %d; starting it again", replica.name, process.returncode)
             pause = MIN_PAUSE_S if has_been_ready else min(2 * pause, MAX_PAUSE_S)
@@ -126,10 +130,32 @@ class LocalReplicas(RouterHost):
     async def _has_ended(self, process: "subprocess.Popen[bytes]", replica: Replica) -> bool:
         """Wait for the end of a process, and return whether it has been ready before."""
         has_been_ready = False
-        while process.poll() is None:
-            has_been_ready |= replica.is_ready
-            await asyncio.sleep(POLL_S)
+        watch = asyncio.ensure_future(self._end_if_ill(process, replica))
+        try:
+            while process.poll() is None:
+                has_been_ready |= replica.is_ready
+                self._can_start |= has_been_ready
+                await asyncio.sleep(POLL_S)
+        finally:
+            watch.cancel()
         return has_been_ready
+
+    async def _end_if_ill(self, process: "subprocess.Popen[bytes]", replica: Replica) -> None:
+        """End a process that only a restart helps, or that answers nothing any more. While it loads, it may be late."""
+        num_ill, is_loaded, illness = 0, False, ""
+        # Python before 3.12 may lose the cancellation, see RouterHost.
+        while process.poll() is None:
+            await asyncio.sleep(self._config.probe_interval_s)
+            try:
+                illness, health = await asyncio.wait_for(ask_state(replica, "/health"), self._config.probe_timeout_s)
+            except (ServerError, asyncio.TimeoutError):
+                illness = "it does not answer" if is_loaded else ""
+            else:
+                is_loaded |= health.get("state") == HostState.READY.value
+            num_ill = num_ill + 1 if illness else 0
+            if num_ill >= MAX_ILL:
+                LOG.error("%s is ended: %s", replica.name, illness)
+                return await _end(process)
 
 
 async def _end(process: "subprocess.Popen[bytes]") -> None:

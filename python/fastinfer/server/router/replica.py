@@ -11,6 +11,7 @@ from fastinfer.client.endpoint import Headers
 from fastinfer.server.router.prefix_index import PrefixIndex
 from fastinfer.server.router.prompts import NO_PROMPT, Prompt
 
+NOT_ASKED = "not asked yet"
 # A request counts as one, and as one more for each so many bytes of prompt that have to be computed.
 LOAD_BYTES = 4096
 
@@ -55,17 +56,19 @@ class Replica(ABC):
         last_chosen: number that grows with each choice of any replica.
         prefixes: prefixes that it has computed.
         wake_probe: set when its state is in doubt.
+        was_probed: set when it has been asked since then.
     """
 
     def __init__(self, name: str, max_index_blocks: int) -> None:
         self.name = name
         self.is_ready = self.is_reachable = False
-        self.reason = "not asked yet"
+        self.reason = NOT_ASKED
         self.load = 0.0
         self.num_running = 0
         self.last_chosen = 0
         self.prefixes = PrefixIndex(max_index_blocks)
         self.wake_probe = asyncio.Event()
+        self.was_probed = asyncio.Event()
 
     @contextlib.contextmanager
     def running(self, prompt: Prompt) -> Iterator[int]:

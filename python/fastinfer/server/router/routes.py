@@ -1,7 +1,6 @@
 """The router's own routes, and those that go to one replica or to all of them."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,16 +9,16 @@ from starlette.responses import Response
 
 import fastinfer
 from fastinfer.client.endpoint import Headers
-from fastinfer.errors import ServerError
 from fastinfer.server.disconnect import unless_gone
-from fastinfer.server.errors import JSON, RETRY_FULL_S, APIError, unavailable
+from fastinfer.server.errors import JSON, RETRY_FULL_S, APIError, response_not_found, unavailable
 from fastinfer.server.host_state import HostState
+from fastinfer.server.router.broadcast import ask_all, broadcast, names
+from fastinfer.server.router.engine_metrics import joined_metrics
 from fastinfer.server.router.forward import Forwarded
 from fastinfer.server.router.prompts import parse_object
 from fastinfer.server.router.replica import Replica
 from fastinfer.server.router.routed_request import KEY_HEADERS, RoutedRequest
 from fastinfer.server.router.state import RouterState, router_of
-from fastinfer.server.router.whole_answer import WholeAnswer
 
 # To one replica.
 FORWARDED = (
@@ -27,13 +26,11 @@ FORWARDED = (
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/score", "/tokenize", "/detokenize"),
 )
 FORWARDED_GET = ("/", "/tokenizer_info")
-# To all replicas: they change what a server does with later requests, or ask for it.
+# To all servers that can be reached: they change what a server does with later requests, or ask for it.
 BROADCAST = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping"),
     *("/reset_prefix_cache", "/reset_response_cache"),
 )
-# Those that go to replicas that sleep, too, and are therefore not ready.
-FOR_SLEEPERS = frozenset({"/wake_up", "/is_sleeping"})
 
 router = APIRouter()
 
@@ -62,8 +59,18 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Return the router's metrics in Prometheus' format; those of the replicas are read there."""
-    return Response(router_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    """Return the router's metrics in Prometheus' format, and those of replicas that nobody else can ask for them."""
+    router = router_of(request)
+    text = router.metrics.text()
+    if router.host.has_private_replicas:
+        asking = ask_all(
+            [replica for replica in router.host.replicas if replica.is_reachable],
+            *("GET", "/metrics", _keys(request), b"", router.config.probe_timeout_s),
+        )
+        answers = await unless_gone(request, asking)
+        texts = {replica.name: answer.body.decode() for replica, answer in answers.items() if answer.status == 200}
+        text += await asyncio.to_thread(joined_metrics, texts)  # which takes milliseconds for each
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/load")
@@ -81,16 +88,27 @@ async def version() -> Response:
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """List the models of all replicas that are ready."""
-    return JSON({"object": "list", "data": await _models(request)})
+    models, _ = await _models(request)
+    return JSON({"object": "list", "data": list(models.values())})
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> Response:
     """Describe one model, whose name may contain slashes."""
-    for model in await _models(request):
-        if model["id"] == name:
-            return JSON(model)
+    models, silent = await _models(request)
+    if name in models:
+        return JSON(models[name])
+    if silent:
+        message = f"no replica that has answered has a model {name!r}; not ready: {names(silent)}"
+        raise unavailable(message, RETRY_FULL_S, "no_replica")
     raise APIError(404, f"model {name!r} does not exist", param="model", code="model_not_found")
+
+
+@router.get("/v1/responses/{id}")
+@router.post("/v1/responses/{id}/cancel")
+async def find_response(id: str) -> Response:
+    """Say that there is no such response, because replicas keep none."""
+    raise response_not_found(id)
 
 
 async def forward(request: Request) -> Response:
@@ -99,18 +117,10 @@ async def forward(request: Request) -> Response:
     return Forwarded(state, await RoutedRequest.read(request, state.config.body_timeout_s))
 
 
-async def broadcast(request: Request) -> Response:
-    """Let all servers answer; returns an error if there is one, or else that of one that sleeps, or else the first."""
+async def to_all(request: Request) -> Response:
+    """Let all servers answer, see :func:`~fastinfer.server.router.broadcast.broadcast`."""
     state = _open(request)
-    routed = await RoutedRequest.read(request, state.config.body_timeout_s)
-    is_for_sleepers = request.scope["route"].path in FOR_SLEEPERS
-    servers = [server for server in state.host.servers if server.is_ready or (is_for_sleepers and server.is_reachable)]
-    asked = _ask_all(servers, routed.method, routed.path, routed.headers(), routed.body)
-    answers = await unless_gone(request, asked)
-    for server in servers:
-        server.wake_probe.set()  # it may have fallen asleep, or be awake again
-    answer = max(answers, key=lambda answer: (answer.status, parse_object(answer.body).get("is_sleeping") is True))
-    return Response(answer.body, answer.status, {n.decode("latin-1"): v.decode("latin-1") for n, v in answer.headers})
+    return await broadcast(request, await RoutedRequest.read(request, state.config.body_timeout_s), state.host)
 
 
 for path in FORWARDED:
@@ -119,7 +129,7 @@ for path in FORWARDED_GET:
     router.add_api_route(path, forward, methods=["GET"])
 router.add_api_route("/", forward, methods=["HEAD"])
 for path in BROADCAST:
-    router.add_api_route(path, broadcast, methods=["GET" if path == "/is_sleeping" else "POST"])
+    router.add_api_route(path, to_all, methods=["GET" if path == "/is_sleeping" else "POST"])
 
 
 def _open(request: Request) -> RouterState:
@@ -134,41 +144,30 @@ def _open(request: Request) -> RouterState:
     return state
 
 
-async def _models(request: Request) -> list[dict[str, Any]]:
-    """Return the models of all replicas, each name once.
+def _keys(request: Request) -> Headers:
+    """Return the headers with the client's keys."""
+    return [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
+
+
+async def _models(request: Request) -> tuple[dict[str, dict[str, Any]], list[Replica]]:
+    """Return the models of all replicas by name, and the replicas that have not answered.
 
     Raises:
         APIError: no replica answers, or they refuse the client's key.
     """
-    keys = [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
-    ready = [replica for replica in router_of(request).host.replicas if replica.is_ready]
-    answers = await unless_gone(request, _ask_all(ready, "GET", "/v1/models", keys, b""))
+    router = router_of(request)
     models: dict[str, dict[str, Any]] = {}
-    for answer in answers:
+    ready = [replica for replica in router.host.replicas if replica.is_ready]
+    asking = ask_all(ready, "GET", "/v1/models", _keys(request), b"", router.config.probe_timeout_s)
+    answers = {
+        replica: answer for replica, answer in (await unless_gone(request, asking)).items() if not answer.is_refusal
+    }
+    if not answers:
+        raise unavailable("no replica is ready", RETRY_FULL_S, "no_replica")
+    for answer in answers.values():
         if answer.status != 200:
             error = parse_object(answer.body).get("error", {})
             raise APIError(answer.status, str(error.get("message", "a replica refused")), code=error.get("code"))
         for model in parse_object(answer.body).get("data", []):
             models.setdefault(model["id"], model)
-    return list(models.values())
-
-
-async def _ask_all(
-    replicas: Sequence[Replica], method: str, path: str, headers: Headers, body: bytes
-) -> Sequence[WholeAnswer]:
-    """Return the answers of replicas.
-
-    Raises:
-        APIError: there are none, or one does not answer.
-    """
-
-    async def ask(replica: Replica) -> WholeAnswer:
-        async with replica.ask(method, path, headers, body) as answer:
-            return await WholeAnswer.read(answer)
-
-    if not replicas:
-        raise unavailable("no replica is ready", RETRY_FULL_S, "no_replica")
-    try:
-        return await asyncio.gather(*map(ask, replicas))
-    except ServerError as error:
-        raise unavailable(f"a replica did not answer: {error}", RETRY_FULL_S, "replica_lost") from None
+    return models, [replica for replica in router.host.replicas if replica not in answers]

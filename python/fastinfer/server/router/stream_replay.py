@@ -10,14 +10,13 @@ from typing import Any
 import orjson
 
 from fastinfer.errors import ServerError
+from fastinfer.server.errors import ABORTED, ENGINE_DEAD
 from fastinfer.server.sse import DONE, frame
 
 # Fields of a chunk that name the answer rather than say something.
 _HEAD = ("id", "created")
 # Fields about the prompt, which only the first chunk of a choice or of a stream has.
 _PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
-# The code of the error with which a server ends what still runs when it shuts down.
-ABORTED = "aborted"
 
 
 class DivergedError(Exception):
@@ -30,7 +29,7 @@ class StreamReplay:
     Attributes:
         has_begun: whether anything but comments has been sent.
         is_done: whether the stream has been sent to its end.
-        is_aborted: whether the replica has ended the stream because it shuts down.
+        is_aborted: whether the replica has ended the stream because it shuts down, or because its engine has died.
     """
 
     def __init__(self) -> None:
@@ -78,7 +77,7 @@ class StreamReplay:
         try:
             chunk = orjson.loads(data[6:])
             if "error" in chunk:
-                self.is_aborted = chunk["error"].get("code") == ABORTED
+                self.is_aborted = chunk["error"].get("code") in (ABORTED, ENGINE_DEAD)
                 if self.is_aborted:
                     return b""
                 self.has_begun = True

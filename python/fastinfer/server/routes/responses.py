@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from fastinfer.server.chat_prompt import chat_prompt
 from fastinfer.server.chat_run import start_chat
-from fastinfer.server.errors import JSON, APIError
+from fastinfer.server.errors import JSON, response_not_found
 from fastinfer.server.protocol.base import parse
 from fastinfer.server.protocol.responses import CountInputRequest, ResponsesRequest
 from fastinfer.server.responses_answer import ResponsesAnswer
@@ -41,4 +41,4 @@ async def count_input_tokens(request: Request) -> Response:
 @router.post("/v1/responses/{id}/cancel")
 async def find_response(id: str) -> Response:
     """Say that there is no such response, because none are kept."""
-    raise APIError(404, f"response {id!r} does not exist: responses are not kept", code="response_not_found")
+    raise response_not_found(id)
