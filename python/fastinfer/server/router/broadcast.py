@@ -66,7 +66,9 @@ async def broadcast(request: Request, routed: RoutedRequest, host: RouterHost) -
 async def ask_all(
     replicas: Sequence[Replica], method: str, path: str, headers: Headers, body: bytes, timeout: float | None = None
 ) -> dict[Replica, WholeAnswer]:
-    """Return the answers of replicas; those that do not answer are lost, and left out.
+    """Return the answers of replicas; those that do not answer are left out.
+
+    A replica whose connection fails is lost. One that is late may be busy, so it is asked whether it is ready.
 
     Args:
         replicas: the replicas.
@@ -81,11 +83,13 @@ async def ask_all(
     async def ask(replica: Replica) -> WholeAnswer | None:
         try:
             return await asyncio.wait_for(read(replica), timeout)
-        except (ServerError, asyncio.TimeoutError) as error:
-            reason = str(error) or f"no answer within {timeout:g} s"
-            replica.lose(reason)
-            LOG.warning("replica %s has lost a request: %s", replica.name, reason)
-            return None
+        except ServerError as error:
+            replica.lose(str(error))
+            LOG.warning("replica %s has lost a request: %s", replica.name, error)
+        except asyncio.TimeoutError:
+            replica.wake_probe.set()
+            LOG.warning("replica %s has not answered %s within %g s", replica.name, path, timeout)
+        return None
 
     answers = await asyncio.gather(*map(ask, replicas))
     return {replica: answer for replica, answer in zip(replicas, answers, strict=True) if answer is not None}

@@ -20,6 +20,8 @@ from fastinfer.server.router.replica import Replica
 from fastinfer.server.router.routed_request import KEY_HEADERS, RoutedRequest
 from fastinfer.server.router.state import RouterState, router_of
 
+# Seconds that a replica has for its metrics. Those who collect them wait for few seconds themselves.
+METRICS_S = 2.0
 # To one replica.
 FORWARDED = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens"),
@@ -65,7 +67,7 @@ async def metrics(request: Request) -> Response:
     if router.host.has_private_replicas:
         asking = ask_all(
             [replica for replica in router.host.replicas if replica.is_reachable],
-            *("GET", "/metrics", _keys(request), b"", router.config.probe_timeout_s),
+            *("GET", "/metrics", _keys(request), b"", METRICS_S),
         )
         answers = await unless_gone(request, asking)
         texts = {replica.name: answer.body.decode() for replica, answer in answers.items() if answer.status == 200}
