@@ -151,7 +151,8 @@ def test_ranks_end_with_the_program_and_leave_no_memory(folder: Path) -> None:
 def test_twenty_programs_that_start_together(folder: Path) -> None:
     """None of them takes what another one needs, as ports or names could be taken."""
     before = set(os.listdir("/dev/shm"))
-    program = PROGRAM.format(then="print(*llm.generate([{'prompt_token_ids': [3]}])[0].outputs[0].token_ids)")
+    generate = "llm.generate([{'prompt_token_ids': [3]}], SamplingParams(temperature=0, max_tokens=5))"
+    program = PROGRAM.format(then=f"from fastinfer import SamplingParams\nprint(*{generate}[0].outputs[0].token_ids)")
     command = [sys.executable, "-c", program, str(folder)]
     programs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(20)]
     results = [program.communicate(timeout=500) for program in programs]
