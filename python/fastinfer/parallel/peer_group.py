@@ -14,7 +14,7 @@ from fastinfer.parallel.group import DEADLINE, SLOT_BYTES, Group, Team
 
 # Room for the handle of a rank's memory, which ranks exchange like activations.
 HANDLE_BYTES = 4096
-# Set to 1, it keeps GPUs from each other's memory, where that does not work though CUDA says so.
+# If this variable is 1, GPUs do not use each other's memory: on some machines CUDA offers it, but it does not work.
 DISABLED = "FASTINFER_P2P_DISABLE"
 TABLE_BYTES = len(_C.peer_table([0], _C.peer_memory_bytes(SLOT_BYTES), DEADLINE, 0, None))
 
