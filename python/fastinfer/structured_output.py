@@ -36,7 +36,8 @@ class StructuredOutputsParams:
             ``json.dumps`` writes them; with free white space a small model may write blanks until ``max_tokens``.
             Unbounded strings and arrays carry the same risk: give them ``maxLength`` and ``maxItems``. Keywords that
             cannot be enforced (``not``, ``if``, ``uniqueItems``, a ``oneOf`` whose cases may overlap) and unknown
-            formats are refused when the schema is compiled.
+            formats are refused when the schema is compiled. Where other properties are allowed, one of them may spell a
+            property's name with escape sequences; ``"additionalProperties": false`` rules that out.
         regex: a regular expression that the whole text matches, without look-around and back-references.
         choice: the texts to choose from.
         grammar: a context-free grammar whose start rule the whole text matches: EBNF as llama.cpp writes it (GBNF, with

@@ -4,11 +4,8 @@ The parser is llguidance (https://github.com/guidance-ai/llguidance): a lexer ba
 expressions below an Earley parser, which run over the trie of all tokens.
 """
 
-import importlib.util
 import itertools
-import json
 import queue
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -18,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastinfer.engine.grammar_source import check_installed, grammar_source, refusal, shorten
 from fastinfer.errors import RequestError
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
-from fastinfer.utils.checks import show
 from fastinfer.utils.forks import renew_in_children
 
 if TYPE_CHECKING:
@@ -38,19 +35,6 @@ COMPILE_SECONDS = 5.0
 # Limit of the processor time for one mask. Typical masks take 10 to 100 us. Hostile patterns (a{1000000}) take most of
 # a second, during which every other request would wait.
 MASK_SECONDS = 0.25
-
-# All options are set explicitly, so that a schema's own "x-guidance" cannot change any.
-_JSON_OPTIONS: Any = {
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "whitespace_flexible": False,
-    "whitespace_pattern": None,
-    "coerce_one_of": False,
-    "lenient": False,
-}
-
-
-_ANY_OBJECT = '{"type":"object"}'
 
 
 class Grammar:
@@ -186,7 +170,7 @@ class Grammar:
     def _check(self) -> None:
         """Raise a RequestError if the matcher has failed."""
         if self._matcher.is_error():
-            raise RequestError(f"structured output: {_reason(self._matcher.get_error())}")
+            raise RequestError(f"structured output: {shorten(self._matcher.get_error())}")
 
 
 class GrammarCompiler:
@@ -276,16 +260,6 @@ class GrammarCompiler:
         return result
 
 
-def check_installed() -> None:
-    """Require the package that follows grammars.
-
-    Raises:
-        RequestError: llguidance is not installed.
-    """
-    if importlib.util.find_spec("llguidance") is None:
-        raise RequestError("structured output needs the package llguidance: pip install 'fastinfer[structured]'")
-
-
 def _make_ll_tokenizer(tokenizer: Tokenizer) -> "LLTokenizer":
     """Build the trie of all tokens; that takes 0.3 s for 49,000 of them.
 
@@ -337,97 +311,16 @@ def _compile(params: StructuredOutputsParams, ll_tokenizer: "LLTokenizer", token
         verbose_errors=False,
     )
     try:
-        matcher = LLMatcher(ll_tokenizer, _source(params, tokenizer), log_level=0, limits=limits)
+        matcher = LLMatcher(ll_tokenizer, grammar_source(params, tokenizer), log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(_reason(matcher.get_error()))
+            raise RequestError(shorten(matcher.get_error()))
         grammar = Grammar(matcher, tokenizer.eos_ids, tokenizer.vocab_size)
         # Computing a mask finds grammars that no text matches. It also creates lexer states, which all copies share and
         # which would otherwise slow down the first step.
         grammar.fill_mask(np.empty(-(-tokenizer.vocab_size // 32), np.int32))
     except (RequestError, ValueError) as error:
-        reason = str(error).removeprefix("structured output: ")
-        given = show(getattr(params, params.field))
-        raise RequestError(f"{params.field} cannot be enforced: {reason}, got {given}") from None
+        raise refusal(params, str(error).removeprefix("structured output: ")) from None
     return grammar
-
-
-def _source(params: StructuredOutputsParams, tokenizer: Tokenizer) -> str:
-    """Return the grammar in llguidance's own format.
-
-    Raises:
-        ValueError: the grammar is malformed.
-    """
-    from llguidance import LLMatcher
-
-    source: str
-    if isinstance(params.json, str) or params.json_object:
-        source = LLMatcher.grammar_from_json_schema(params.json or _ANY_OBJECT, overrides=_JSON_OPTIONS)
-    elif params.grammar is not None:
-        source = LLMatcher.grammar_from_lark(_lark(params.grammar))
-    elif isinstance(params.structural_tag, str):
-        source = LLMatcher.grammar_from_lark(_lark_of_tags(json.loads(params.structural_tag), tokenizer))
-    elif params.regex is not None:
-        source = LLMatcher.grammar_from_regex(params.regex)
-    else:
-        # As a regular expression of literals, 4,096 choices take 0.3 ms for the first mask; as a grammar rule of
-        # strings they take 22 ms.
-        source = LLMatcher.grammar_from_regex("|".join(map(_escape, params.choice or ())))
-    return source
-
-
-def _lark(grammar: str) -> str:
-    """Return a grammar in GBNF or Lark's dialect in the latter.
-
-    Raises:
-        ValueError: it is malformed.
-    """
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        lark: str = any_to_lark(grammar)
-    except Exception as error:  # it raises plain Exception
-        raise ValueError(_reason(str(error))) from None
-    return lark
-
-
-def _lark_of_tags(tags: dict[str, Any], tokenizer: Tokenizer) -> str:
-    """Return the Lark grammar of free text with structural tags.
-
-    Raises:
-        ValueError: some triggers are special tokens of the model, and others are text between angle brackets.
-    """
-    from llguidance import StructTag
-
-    special = {tokenizer.token_bytes(token, skip_special_tokens=False).decode() for token in tokenizer.control_ids}
-    bracketed = [t for t in tags["triggers"] if t.startswith("<") and t.endswith(">")]
-    are_special = {trigger in special for trigger in bracketed}
-    if len(are_special) > 1:
-        raise ValueError(f"triggers must be special tokens of the model all or none, got {show(bracketed)}")
-    structures = []
-    for structure in tags["structures"]:
-        schema = structure["schema"] | {"x-guidance": _JSON_OPTIONS}
-        trigger = next(t for t in tags["triggers"] if structure["begin"].startswith(t))
-        structures.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=schema, end=structure["end"]))
-    grammar: str = StructTag.to_grammar(structures, assume_special=True in are_special)
-    return grammar
-
-
-def _escape(text: str) -> str:
-    """Return a regular expression that matches this text alone."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
-
-
-def _reason(message: str) -> str:
-    """Shorten a message of llguidance to one line of at most 160 characters."""
-    if "NoExtensionBias" in message:
-        return "no text matches"
-    if message.startswith("panic"):
-        return "too complex"
-    # The error of a regular expression has several lines with a drawing; one of them begins with "error:".
-    if match := re.search(r"^error: (.*)$", message, re.MULTILINE):
-        message = match[1]
-    line = message.partition("\n")[0].partition(". Enable '")[0].strip()
-    return line if len(line) <= 160 else line[:157] + "..."
 
 
 def _run_length(tokens: Sequence[int], ids: frozenset[int]) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.config import EngineConfig
-from fastinfer.engine.grammar import check_installed
+from fastinfer.engine.grammar_source import check_installed
 from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.engine.sequence import SequenceOptions
