@@ -31,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "binary.txt").write_bytes(b"\xff")
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "not.json").write_text('{"not": {}}')
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
@@ -57,6 +58,8 @@ CASES = {
     "serve --reasoning-parser x": "--reasoning-parser: expected one of auto, none, qwen3, deepseek_r1,",
     "serve --model model --lora model=empty": "--lora: expected a name that is not the model's, got 'model'",
     "serve --served-model-name a --served-model-name b --lora b=empty": "--lora: expected a name that is not the model",
+    "generate hello --regex (": "regex cannot be enforced: unclosed group, got '('",
+    "chat --json-schema not.json": 'json cannot be enforced: Unimplemented keys: ["not"], got \'{',
     "bench serve --url localhost:8000": "url: expected http://HOST:PORT",
     "serve --data-parallel-size 0": "--data-parallel-size: expected an integer in 1..256",
     "serve --beta 0.5": "--beta: expected --data-parallel-size of at least 2 with it, got 1",
@@ -96,6 +99,9 @@ CASES = {
     "distill --teacher model --data self --evaluation nowhere.txt --stages 1 --minutes 1 --out new": "--evaluation: no",
     "distill --teacher model --data self --stages 1 --out text.txt": "--out: expected a folder, got 'text.txt': File",
     "train-head --model model --data self --out text.txt/new": "--out: expected a folder, got 'text.txt/new': Not a",
+    "bench --model model --out text.txt": "--out: expected a folder, got 'text.txt': File",
+    "bench serve --url http://h:1 --out text.txt/new": "--out: expected a folder, got 'text.txt/new': Not a",
+    "eval compare model --text text.txt --out text.txt": "--out: expected a folder, got 'text.txt': File",
     "eval perplexity model --text nowhere.txt": "--text: nowhere.txt: No such file",
     "eval perplexity nowhere --text text.txt": "model 'nowhere'",
     "eval compare model.gguf model nowhere --text text.txt": "model 'nowhere'",

@@ -17,6 +17,7 @@ from fastinfer.cli.arguments import HEAD_ROW
 from fastinfer.cli.options import API_KEY_VARIABLE
 from fastinfer.client.endpoint import Endpoint
 from fastinfer.distill.settings import SELF, Settings
+from fastinfer.engine.grammar_source import check_syntax
 from fastinfer.errors import AdapterError, RequestError
 from fastinfer.evaluation.text_file import read_text
 from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
@@ -44,7 +45,9 @@ def check_generate(args: argparse.Namespace) -> None:
 
 def check_session(args: argparse.Namespace) -> None:
     """Check the arguments that ``generate`` and ``chat`` have in common."""
-    SamplingParams(**sampling_fields(args))
+    params = SamplingParams(**sampling_fields(args))
+    if params.structured_outputs is not None:
+        check_syntax(params.structured_outputs)
     if args.adapter is not None and not os.path.isfile(os.path.join(args.adapter, ADAPTER_CONFIG)):
         raise AdapterError(f"--adapter: expected a folder with {ADAPTER_CONFIG}, got {show_path(args.adapter)}")
     check_models(args)
@@ -78,6 +81,12 @@ def check_chat(args: argparse.Namespace) -> None:
 
 def check_bench(args: argparse.Namespace) -> None:
     """Check the arguments of a benchmark."""
+    _check_benchmark(args)
+    if args.out is not None:
+        _make_folder("out", args.out)
+
+
+def _check_benchmark(args: argparse.Namespace) -> None:
     if "url" in args:
         check_server(args)
         return
@@ -152,6 +161,8 @@ def check_eval(args: argparse.Namespace) -> None:
     _read_text("text", args.text)
     for model in args.models:
         hub.resolve(model)
+    if vars(args).get("out") is not None:
+        _make_folder("out", args.out)
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
