@@ -65,7 +65,8 @@ class SamplingParams:
             They must depend on their arguments alone, because a token may be drawn for a draft that is rejected later.
             Every step waits for them, and an error in one ends the request with the finish reason ``"error"``.
         max_tokens: largest number of generated tokens; ``None`` for as many as the context holds.
-        min_tokens: number of generated tokens before which no end of sequence and no stop token is drawn.
+        min_tokens: number of generated tokens before which no end of sequence and no stop token is drawn, and in whose
+            text no string of ``stop`` begins.
         stop: a string or strings that end the text. The text is cut before the first stop string that is completed.
         stop_token_ids: token ids that end the text and are not part of it.
         include_stop_str_in_output: let the text end with the stop string, or with the text of the stop token.
@@ -148,7 +149,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", self._token_ids("stop_token_ids"))
         object.__setattr__(self, "kept_special_tokens", self._token_ids("kept_special_tokens"))
         if self.allowed_token_ids is not None:
-            if not self.allowed_token_ids:
+            if isinstance(self.allowed_token_ids, Sized) and len(self.allowed_token_ids) == 0:
                 raise RequestError(f"allowed_token_ids must be at least one, got {show(self.allowed_token_ids)}")
             if isinstance(self.allowed_token_ids, Sized) and len(self.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
                 raise RequestError(
@@ -172,8 +173,10 @@ class SamplingParams:
 
     def _token_ids(self, name: str) -> tuple[int, ...]:
         """Return a field of token ids as a tuple."""
-        ids = getattr(self, name) or ()
-        if not isinstance(ids, list | tuple):
+        ids = getattr(self, name)
+        if ids is None:
+            return ()
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
             raise RequestError(f"{name} must be a list of token ids, got {show(ids)}")
         for token_id in ids:
             check_int(name, token_id, 0, INT32_MAX)

@@ -1,6 +1,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fastinfer.errors import RequestError
@@ -29,7 +30,7 @@ def test_odd_values_are_refused_with_the_name_of_the_field(field: str) -> None:
         ("ignore_eos", [0, 1, None, "yes"], [True, False]),
         ("skip_special_tokens", [0, 1, None, "no"], [True, False]),
         ("stop", ["", [""], ["a", ""], [1], 1, {"a": 1}, b"a", [2**20_000]], ["a", ["a", "bc"], ("a",), [], None]),
-        ("stop_token_ids", [[-1], [True], [2**31], ["1"], [1.0], 3, "12"], [[0, 5], (1,), [], None]),
+        ("stop_token_ids", [[-1], [True], [2**31], ["1"], [1.0], 3, "12"], [[0, 5], (1,), range(3), [], None]),
     ],
 )
 def test_ranges(field: str, refused: list[Any], accepted: list[Any]) -> None:
@@ -38,6 +39,13 @@ def test_ranges(field: str, refused: list[Any], accepted: list[Any]) -> None:
     for value in refused:
         with pytest.raises(RequestError, match=f"^{field} must be "):
             SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "kept_special_tokens", "allowed_token_ids"])
+def test_arrays_are_refused_with_the_name_of_the_field(field: str) -> None:
+    for ids in (np.array([1, 2]), np.array([])):
+        with pytest.raises(RequestError, match=f"^{field} must be "):
+            SamplingParams(**{field: ids})
 
 
 def test_equal_however_given() -> None:

@@ -40,6 +40,19 @@ def feed(pieces: list[str], stop: tuple[str, ...], rest: str = "") -> tuple[list
 
 
 @pytest.mark.parametrize(
+    ("min_tokens", "text", "stopped_by"),
+    [(0, "", "ab"), (1, "a", "b"), (2, "ab", "cab"), (3, "abc", "ab"), (4, "abca", "b"), (5, "abcab", None)],
+)
+def test_no_stop_string_begins_in_the_first_tokens(min_tokens: int, text: str, stopped_by: str | None) -> None:
+    stop = ("b",) if min_tokens in (1, 4) else ("ab", "cab")
+    stream = TextStream(Letters(list("abcab")), stop, min_tokens=min_tokens)
+    for index in range(5):
+        if stream.stopped_by is None:
+            stream.add(index)
+    assert (stream.utf8.decode(), stream.stopped_by) == (text, stopped_by)
+
+
+@pytest.mark.parametrize(
     ("pieces", "stop", "texts", "stopped_by"),
     [
         (["ab", "cd"], (), ["ab", "abcd", "abcd"], None),

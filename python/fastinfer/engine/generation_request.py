@@ -47,7 +47,7 @@ class Completion:
         self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
         detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, params.kept_special_tokens or ())
         self._includes_stop = params.include_stop_str_in_output
-        self._stream = TextStream(detokenizer, params.stop or (), self._includes_stop)
+        self._stream = TextStream(detokenizer, params.stop or (), self._includes_stop, params.min_tokens)
         logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._transcript = Transcript(sequence.token_ids, sequence.num_prompt_tokens, self._stream.utf8, logprobs)
         self._cumulative_logprob = None if logprobs is None else 0.0

@@ -23,6 +23,7 @@ class TextStream:
         detokenizer: turns the completion's tokens into text.
         stop: strings that end the text.
         includes_stop: whether the string that ends the text is a part of it.
+        min_tokens: number of tokens at the start in whose text no stop string begins, as in vLLM.
 
     Attributes:
         stopped_by: the stop string that ended the text, or ``None``; after one no tokens may be added.
@@ -30,17 +31,22 @@ class TextStream:
             its end, which for a bytearray takes the same time at any length.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = (), includes_stop: bool = False) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Iterable[str] = (), includes_stop: bool = False, min_tokens: int = 0
+    ) -> None:
         self.stopped_by: str | None = None
         self.utf8 = bytearray()
         self._detokenizer = detokenizer
         strings = tuple(stop)
         self._stop = StopStringMatcher(strings, includes_stop) if strings else None
+        self._num_early = min_tokens  # tokens to come in whose text no stop string begins
 
     def add(self, token_id: int) -> None:
         """Append the text of a token."""
         text = self._detokenizer.add(token_id)
-        if self._stop is not None:
+        if self._num_early:
+            self._num_early -= 1
+        elif self._stop is not None:
             text = self._match(self._stop, text)
         self.utf8 += text.encode()
 
