@@ -1,6 +1,7 @@
 """``fastinfer chat --url``: the same chat, answered by a server."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -93,6 +94,32 @@ def test_reasoning_is_shown_but_not_sent_back(typed: Typed, capsys: Captured) ->
         assert main(["chat", "--url", server.url]) == 0
     assert capsys.readouterr().out == "Let me think.\n\nThe sky is blue.\n" * 2
     assert server.requests[1]["messages"][1] == {"role": "assistant", "content": "The sky is blue."}
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "The sky"}, {"type": "text"}], "The sky\n"),
+        ([{"type": "text", "text": 5}], ""),
+        (5, ""),
+    ],
+)
+def test_content_that_is_no_string(content: object, shown: str, typed: Typed, capsys: Captured) -> None:
+    typed("Hello")
+    with FakeOpenAIServer(pieces=(content,)) as server:  # type: ignore[arg-type]
+        assert main(["chat", "--url", server.url]) == 0
+    out, err = capsys.readouterr()
+    assert out == shown
+    assert err == ("" if shown else "fastinfer: error: expected text in the server's answer, got 5\n")
+
+
+def test_line_that_is_not_utf_8_does_not_end_the_chat(server: FakeOpenAIServer) -> None:
+    command = [sys.executable, "-m", "fastinfer", "chat", "--url", server.url]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    result = subprocess.run(command, input=b"hi \xff\nHello\n", capture_output=True, timeout=60, env=environment)
+    assert (result.returncode, result.stdout) == (0, b"The sky is blue.\n")
+    assert result.stderr == b"fastinfer: error: expected a line in UTF-8, got b'hi \\xff'\n"
+    assert [request["messages"][-1]["content"] for request in server.requests] == ["Hello"]
 
 
 @pytest.mark.parametrize("in_environment", [False, True])

@@ -96,6 +96,20 @@ def test_models() -> None:
         asyncio.run(list_models(Endpoint.parse(server.url)))
 
 
+def test_answers_that_end_with_the_connection() -> None:
+    """RFC 9112, section 6.3: so do all answers in HTTP/1.0."""
+    with FakeOpenAIServer(states_length=False) as server:
+        assert asyncio.run(list_models(Endpoint.parse(server.url))) == ["fake-model", "another"]
+        assert "".join(delta.get("content", "") for delta in ask(server)) == "The sky is blue."
+    with FakeOpenAIServer(states_length=False, status=503) as server, pytest.raises(ServerError, match="503: no"):
+        ask(server)
+    with (
+        FakeOpenAIServer(states_length=False, cut_after=2) as server,
+        pytest.raises(ServerError, match=re.escape("the server's stream ended without [DONE]")),
+    ):
+        ask(server)
+
+
 def test_key_is_sent() -> None:
     with FakeOpenAIServer(api_key="right") as server:
         assert ask(server, "right")

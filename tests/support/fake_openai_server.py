@@ -24,6 +24,7 @@ class FakeOpenAIServer:
         error_after: number of pieces after which a frame reports an error.
         reasoning: text that is streamed as reasoning first, one token.
         models: names under /models.
+        states_length: whether the head of an answer says where it ends; otherwise it ends with the connection.
         requests: bodies of the chats and completions so far.
         paths: paths of all requests so far.
         num_abandoned: requests whose client closed the connection early.
@@ -39,6 +40,7 @@ class FakeOpenAIServer:
     error_after: int | None = None
     reasoning: str = ""
     models: tuple[str, ...] = ("fake-model", "another")
+    states_length: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     num_abandoned: int = 0
@@ -73,6 +75,8 @@ class FakeOpenAIServer:
         try:
             while True:
                 await self._answer(reader, writer)
+                if not self.states_length:
+                    break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client has gone
         finally:
@@ -86,15 +90,15 @@ class FakeOpenAIServer:
         method, path, _ = lines[0].split()
         self.paths.append(path)
         if self.api_key is not None and f"Authorization: Bearer {self.api_key}" not in lines:
-            _write_json(writer, 401, {"error": {"message": "wrong key"}})
+            self._write_json(writer, 401, {"error": {"message": "wrong key"}})
         elif method == "GET" and path == "/ready":
-            _write_json(writer, 200, {"status": "ok"})
+            self._write_json(writer, 200, {"status": "ok"})
         elif method == "GET" and path.endswith("/models"):
-            _write_json(writer, 200, {"object": "list", "data": [{"id": name} for name in self.models]})
+            self._write_json(writer, 200, {"object": "list", "data": [{"id": name} for name in self.models]})
         elif method == "POST" and path.endswith("/completions"):
             await self._stream(json.loads(body), reader, writer)
         else:
-            _write_json(writer, 404, {"error": {"message": f"no such path: {path}"}})
+            self._write_json(writer, 404, {"error": {"message": f"no such path: {path}"}})
 
     async def _stream(
         self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -103,18 +107,19 @@ class FakeOpenAIServer:
         refused = [name for name in self.refused_fields if name in request]
         if refused or self.status != 200:
             message = f"unknown field: {refused[0]}" if refused else "no"
-            _write_json(writer, 400 if refused else self.status, {"error": {"message": message}})
+            self._write_json(writer, 400 if refused else self.status, {"error": {"message": message}})
             return
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        chunked = b"Transfer-Encoding: chunked\r\n" if self.states_length else b""
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n%b\r\n" % chunked)
         async for chunk in self._chunks(request):
             data = chunk if isinstance(chunk, bytes) else b"data: %b\n\n" % json.dumps(chunk).encode()
-            writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+            writer.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
             with contextlib.suppress(ConnectionError):  # a client that leaves with bytes unread resets the connection
                 await writer.drain()
             if reader.at_eof() or writer.is_closing():
                 self.num_abandoned += 1
                 raise ConnectionError
-        writer.write(b"0\r\n\r\n")
+        writer.write(b"0\r\n\r\n" if chunked else b"")
 
     async def _chunks(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any] | bytes]:
         def chunk(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
@@ -140,7 +145,7 @@ class FakeOpenAIServer:
             yield {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": num_tokens}}
         yield b"data: [DONE]\n\n"
 
-
-def _write_json(writer: asyncio.StreamWriter, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
-    writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
+    def _write_json(self, writer: asyncio.StreamWriter, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        length = b"Content-Length: %d\r\n" % len(body) if self.states_length else b""
+        writer.write(b"HTTP/1.1 %d X\r\n%b\r\n%b" % (status, length, body))

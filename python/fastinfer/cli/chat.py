@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import signal
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Read messages from standard input and print the answers, until the input ends."""
     if sys.stdin is None:
         raise RequestError("chat reads standard input, which is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # so that a wrong line does not end the chat
     answer = _local(args) if args.url is None else _remote(args)
     with contextlib.suppress(ImportError):  # gives input() history and editing, where Python supports it
         import readline  # noqa: F401
@@ -50,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
             return 0
         except KeyboardInterrupt:
             print(f"\n{HINT}")
+            continue
+        if not _is_unicode(text):
+            print(f"fastinfer: error: expected a line in UTF-8, got {os.fsencode(text)[:80]!r}", file=sys.stderr)
             continue
         if text == "/quit":
             return 0
@@ -68,6 +74,14 @@ def run(args: argparse.Namespace) -> int:
                 print(f"fastinfer: error: {error}{hint}", file=sys.stderr)
             else:
                 conversation.messages += [question, {"role": "assistant", "content": text}]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # Imported when needed: one needs torch, the other httptools.

@@ -11,6 +11,7 @@ from fastinfer.cli.checks import sampling_fields
 from fastinfer.cli.conversation import Piece
 from fastinfer.client.answer_stream import list_models, stream_deltas
 from fastinfer.client.endpoint import Endpoint
+from fastinfer.errors import ServerError
 
 # While nothing arrives an empty piece is yielded this often, so that the chat notices Ctrl-C.
 POLL_S = 0.1
@@ -63,10 +64,19 @@ async def _next(deltas: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] 
 
 
 def _pieces(delta: dict[str, Any]) -> Generator[Piece, None, None]:
-    if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+    if reasoning := _text(delta.get("reasoning_content") or delta.get("reasoning")):
         yield Piece(reasoning, is_reasoning=True)
-    if text := delta.get("content") or delta.get("refusal"):
+    if text := _text(delta.get("content") or delta.get("refusal")):
         yield Piece(text)
+
+
+def _text(content: object) -> str:
+    """Return the text of a field, of which some servers make a list of parts; parts of other kinds are left out."""
+    if isinstance(content, list):
+        return "".join(_text(part.get("text")) for part in content if isinstance(part, dict))
+    if isinstance(content, str | None):
+        return content or ""
+    raise ServerError(f"expected text in the server's answer, got {json.dumps(content)[:80]}")
 
 
 def _request_fields(args: argparse.Namespace) -> dict[str, Any]:

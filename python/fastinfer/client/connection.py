@@ -29,6 +29,8 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._on_data: Callable[[bytes], None] | None = None
         self._status: asyncio.Future[int] | None = None
+        self._has_head = False  # of the answer that arrives
+        self._ends_with_connection = True  # unless its head says how long it is
         self._failure = ""  # why the connection is closed
 
     @classmethod
@@ -77,6 +79,7 @@ class Connection(asyncio.Protocol):
         if self._transport is None or not self.is_open:
             raise ServerError(self._failure or f"{self._endpoint.authority}: the connection is closed")
         self._on_data = on_data
+        self._has_head, self._ends_with_connection = False, True
         self._status = asyncio.get_running_loop().create_future()
         self._transport.write(self._endpoint.request_head(method, path, len(body), headers) + body)
         return await self._status
@@ -103,6 +106,8 @@ class Connection(asyncio.Protocol):
             self._parts.clear()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if error is None and self._has_head and self._ends_with_connection:  # RFC 9112, section 6.3
+            self._finish()
         self._fail("the connection ended before the answer did")
 
     def _fail(self, message: str) -> None:
@@ -110,16 +115,26 @@ class Connection(asyncio.Protocol):
         if self._status is not None and not self._status.done():
             self._status.set_exception(ServerError(self._failure))
 
+    def _finish(self) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):  # the request was cancelled
+            if self._status is not None:
+                self._status.set_result(self.status)
+
     # Called by the parser.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._ends_with_connection = False
+
+    def on_headers_complete(self) -> None:
+        self._has_head = self.status >= 200  # after an interim answer another one follows
 
     def on_body(self, data: bytes) -> None:
         self._parts.append(data)
 
     def on_message_complete(self) -> None:
-        if self.status < 200:  # an interim answer; another follows
+        if not self._has_head:
             return
-        with contextlib.suppress(asyncio.InvalidStateError):  # the request was cancelled
-            if self._status is not None:
-                self._status.set_result(self.status)
+        self._finish()
         if not self._parser.should_keep_alive():
             self.close()

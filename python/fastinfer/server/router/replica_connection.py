@@ -20,7 +20,6 @@ class ReplicaConnection(Connection):
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(endpoint)
         self.headers: list[tuple[bytes, bytes]] = []
-        self._has_head = False
         self._pieces: list[bytes] = []
         self._num_bytes = 0
         self._is_paused = False
@@ -36,7 +35,7 @@ class ReplicaConnection(Connection):
         self._has_head = False
         self._pieces.clear()
         self._answer = asyncio.ensure_future(self.request(method, path, body, self._take, headers))
-        self._answer.add_done_callback(self._finish)
+        self._answer.add_done_callback(self._on_end)
         while not self._has_head:
             if self._answer.done():
                 self._answer.result()
@@ -77,7 +76,7 @@ class ReplicaConnection(Connection):
             self._transport.pause_reading()
         self._news.set()
 
-    def _finish(self, answer: "asyncio.Future[int]") -> None:
+    def _on_end(self, answer: "asyncio.Future[int]") -> None:
         if not answer.cancelled():
             answer.exception()  # which is raised where the answer is read
         self._news.set()
@@ -95,6 +94,7 @@ class ReplicaConnection(Connection):
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        if self.status >= 200:  # an interim answer has another one behind it
-            self._has_head = True
+        super().on_headers_complete()
+        self._ends_with_connection = False  # a replica that dies must not look as if it had finished
+        if self._has_head:
             self._news.set()
