@@ -570,6 +570,7 @@ def test_repositories_are_fetched_without_pickles_and_code(tmp_path: Path, monke
     from huggingface_hub.utils import filter_repo_objects
 
     files = ["config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors"]
+    files += ["additional_chat_templates/tool_use.jinja"]
     left = [
         "modeling.py",
         "pytorch_model.bin",
@@ -577,6 +578,8 @@ def test_repositories_are_fetched_without_pickles_and_code(tmp_path: Path, monke
         "tokenizer.model",
         "consolidated.safetensors",
         "onnx/model.json",
+        "original/model.safetensors",
+        "additional_chat_templates/x.py",
     ]
     fetched: list[str] = []
 

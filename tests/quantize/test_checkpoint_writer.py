@@ -114,6 +114,8 @@ def test_shards(source: Path, tmp_path: Path) -> None:
 def test_what_is_copied(source: Path, tmp_path: Path) -> None:
     copied = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json"]
     copied += ["merges.txt", "generation_config.json", "chat_template.jinja", "added_tokens.json"]
+    copied += ["additional_chat_templates/tool_use.jinja"]
+    (source / "additional_chat_templates").mkdir()
     left = ["tokenizer.py", "tokenizer.pkl", "modeling.py", "pytorch_model.bin", "README.md", "vocab.bin", "model.gguf"]
     for name in copied + left:
         (source / name).write_text(name)
@@ -122,7 +124,7 @@ def test_what_is_copied(source: Path, tmp_path: Path) -> None:
     (tmp_path / "blob").write_text("tokenizer.json")
     (source / "tokenizer.json").symlink_to(tmp_path / "blob")
     CheckpointWriter(tmp_path / "out", source, "gptq", INT4).close(SafetensorsFolder(source))
-    files = {path.name for path in (tmp_path / "out").iterdir()}
+    files = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert files == {*copied, "config.json", "model.safetensors"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()

@@ -16,8 +16,14 @@ from fastinfer.utils.text import first_line
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:[/:](.+\.gguf))?")
 
 # Files to fetch: no pickles, no code, and no second copy of the weights in another layout.
-_WANTED = ["*.safetensors", "*.json", "chat_template.jinja", "tokenizer.gguf"]
-_UNWANTED = ["*/*", "consolidated*", "adapter_*"]
+_WANTED = [
+    "*.safetensors",
+    "*.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "tokenizer.gguf",
+]
+_UNWANTED = ["*/*.safetensors", "*/*.json", "consolidated*", "adapter_*"]
 
 
 @cache  # a command looks its model up before torch is imported, and again when it is loaded

@@ -31,6 +31,7 @@ COPIED = (
     "added_tokens.json",
     "generation_config.json",
     "chat_template*",
+    "additional_chat_templates/*",
     "vocab*",
     "merges*",
     "*.model",
@@ -141,7 +142,9 @@ class CheckpointWriter:
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for path in sorted({path for pattern in COPIED for path in self._source.path.glob(pattern)}):
             if path.is_file() and path.suffix in COPIED_SUFFIXES:
-                shutil.copyfile(path, self._folder / path.name)
+                copy = self._folder / path.relative_to(self._source.path)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         self._folder.replace(self._out)
 
     def _discard(self) -> None:
