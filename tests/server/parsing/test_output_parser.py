@@ -314,6 +314,20 @@ def test_arguments_between_tags_get_the_type_of_the_schema(raw: str, schema: Any
     assert calls_of(parse("qwen3_coder", text, tools=tools)) == [("f", {"x": value})]
 
 
+@pytest.mark.parametrize("kind", ["", " json", "json", " code", "<|constrain|>json", " <|constrain|>json ", " <|constrain|>"])
+def test_headers_of_harmony_may_name_the_kind_of_content(kind: str) -> None:
+    start = "<|start|>assistant"
+    message = f'{kind}<|message|>{{"a": 1}}'
+    text = (
+        f"<|channel|>analysis{message}<|end|>{start}<|channel|>final{message}<|end|>{start}<|channel|>commentary{message}"
+        f"<|end|>{start}<|channel|>commentary to=functions.now {message}<|call|>{start}<|channel|>analysis to=functions.now"
+        f" {message}<|call|>{start} to=functions.now<|channel|>analysis {message}<|call|>"
+    )
+    expected = [("reasoning", '{"a": 1}'), ("text", '{"a": 1}' * 2), *[("call", "now", '{"a": 1}')] * 3]
+    assert parse("harmony", text, tools=TOOLS) == expected
+    assert parse("harmony", list(text), tools=TOOLS) == expected
+
+
 def test_line_breaks_in_json_strings_are_escaped() -> None:
     parts = parse(QWEN3, '<tool_call>{"name": "f", "arguments": {"a": "x\ny\t"}}</tool_call>')
     assert calls_of(parts) == [("f", {"a": "x\ny\t"})]
@@ -379,6 +393,8 @@ def hostile_texts() -> Iterator[tuple[str, str, str]]:
     yield "gemma", "strings", '<|tool_call>call:f{a:<|"|><|"'
     yield "llama3_json", "objects", '{"a":'
     yield "harmony", "headers", "<|channel|>commentary to=functions.f "
+    yield "harmony", "channels", "<|channel|>final json "
+    yield "harmony", "words", "<|channel|>analysis to=functions.f aaaaaaaa"
 
 
 @pytest.mark.parametrize(("spec", "kind", "unit"), [pytest.param(*t, id=f"{t[0]}-{t[1]}") for t in hostile_texts()])
