@@ -309,20 +309,117 @@ def test_python_values(source: str, value: Any) -> None:
     ],
 )
 def test_arguments_between_tags_get_the_type_of_the_schema(raw: str, schema: Any, value: Any) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+    assert read_argument(raw, {"properties": {"x": schema}}) == value
+
+
+DEFINITIONS = {
+    "Zip": {"type": "string"},
+    "Flag": {"$ref": "#/$defs/Choices/anyOf/1"},
+    "Choices": {"anyOf": [{"type": "integer"}, {"type": "boolean"}]},
+    "a/b~c d": {"type": "string"},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}]},
+    "Last": {"type": "string"},
+} | {f"Link{i}": {"$ref": f"#/$defs/Link{i + 1}"} for i in range(5000)} | {
+    f"Pair{i}": {"anyOf": [{"$ref": f"#/$defs/Pair{i + 1}"}, {"$ref": f"#/$defs/Pair{i + 1}"}]} for i in range(50)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "schema", "value"),
+    [
+        ("123", {"$ref": "#/$defs/Zip"}, "123"),
+        ("1", {"$ref": "#/$defs/Flag"}, True),
+        ("007", {"$ref": "#/$defs/Choices"}, 7),
+        ("123", {"$ref": "#/$defs/a~1b~0c%20d"}, "123"),
+        ("123", {"allOf": [{"$ref": "#/$defs/Zip"}, {"minLength": 1}]}, "123"),
+        ("5", {"anyOf": [{"anyOf": [{"type": ["string"]}]}, {"allOf": [{"type": "null"}]}]}, "5"),
+        ("None", {"type": "string", "nullable": True}, None),
+        ("2", {"allOf": [{"type": "number"}, {"type": ["integer", "string"]}]}, 2),
+        # What says nothing, refers to nothing or to itself: read as JSON.
+        ("5", {"$ref": "#/$defs/Loop"}, 5),
+        ("5", {"$ref": "#/$defs/None/0"}, 5),
+        ("5", {"$ref": "#/$defs/Choices/anyOf/9"}, 5),
+        ("5", {"$ref": "http://127.0.0.1:1/x"}, 5),
+        ("5", {"$ref": 5, "allOf": 5, "anyOf": [5], "enum": 5, "type": 5}, 5),
+        ("5", {"$ref": "#/$defs/Link0"}, 5),
+        ("5", {"$ref": "#/$defs/Pair0"}, 5),
+        # Values to choose from.
+        ("1", {"enum": ["1", "2", None]}, "1"),
+        ("null", {"enum": ["1", "2", None]}, None),
+        ("5", {"const": "5"}, "5"),
+        ("5", {"const": 5.0}, 5),
+        ("true", {"anyOf": [{"const": "true"}, {"type": "boolean"}]}, "true"),
+        ("false", {"anyOf": [{"const": "true"}, {"type": "boolean"}]}, False),
+        ("[1, 2]", {"enum": [[1, 2], {}]}, [1, 2]),
+        # What is not written as in JSON.
+        ("3.0", {"type": "integer"}, 3),
+        ("-2e3", {"type": ["integer", "null"]}, -2000),
+        ("3.5", {"type": "integer"}, "3.5"),
+        ("3.0", {"type": "number"}, 3.0),
+        ("3.0", {"type": ["integer", "string"]}, "3.0"),
+        ("007", {"type": "integer"}, 7),
+        ("+.5", {"type": "number"}, 0.5),
+        ("1e999", {"type": "integer"}, "1e999"),
+        ("0" * 5000, {"type": "integer"}, "0" * 5000),
+        ("TRUE", {"type": "boolean"}, True),
+        ("0", {"type": "boolean"}, False),
+        ("1", {"type": ["boolean", "integer"]}, 1),
+        ("2", {"type": "boolean"}, "2"),
+        ("['a', \"it's\", None]", {"type": "array"}, ["a", "it's", None]),
+        ("(1, True)", {"type": "array"}, [1, True]),
+        ("{'a': [1, {'b': False}]}", {"type": "object"}, {"a": [1, {"b": False}]}),
+        ("['a']", {"type": "object"}, "['a']"),
+        ("['a'] x", {"type": "array"}, "['a'] x"),
+        ("['a']]", {"type": "array"}, "['a']]"),
+        ("['a", {"type": "array"}, "['a"),
+        ("['\\x4", {"type": "array"}, "['\\x4"),
+        ("{1: 2}", {"type": "object"}, "{1: 2}"),
+        ("[open('x')]", {"type": "array"}, "[open('x')]"),
+        ("['a'," * 20_000, {"type": "array"}, "['a'," * 20_000),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("-" * 100_000, {"type": "array"}, "-" * 100_000),
+    ],
+)  # fmt: skip
+def test_arguments_between_tags_are_valid_for_the_schema_if_they_can_be(raw: str, schema: Any, value: Any) -> None:
+    read = read_argument(raw, {"properties": {"x": schema}, "$defs": DEFINITIONS})
+    assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/A"},
+        {"allOf": [{"properties": {"y": {}}}, {"$ref": "#/$defs/A"}]},
+        {"anyOf": [{"$ref": "#"}, {"$ref": "#/$defs/A"}]},
+    ],
+)
+def test_parameters_may_be_elsewhere_in_the_schema(parameters: Any) -> None:
+    definitions = {"A": {"properties": {"x": {"$ref": "#/$defs/Zip"}}}, "Zip": {"type": "string"}}
+    assert read_argument("123", {**parameters, "$defs": definitions}) == "123"
+
+
+def read_argument(raw: str, parameters: Any) -> Any:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{raw}\n</parameter>\n</function>\n</tool_call>"
-    assert calls_of(parse("qwen3_coder", text, tools=tools)) == [("f", {"x": value})]
+    [(name, arguments)] = calls_of(parse("qwen3_coder", text, tools=tools))
+    assert (name, arguments.keys()) == ("f", {"x"})
+    return arguments["x"]
 
 
-@pytest.mark.parametrize("kind", ["", " json", "json", " code", "<|constrain|>json", " <|constrain|>json ", " <|constrain|>"])
+@pytest.mark.parametrize(
+    "kind", ["", " json", "json", " code", "<|constrain|>json", " <|constrain|>json ", " <|constrain|>"]
+)
 def test_headers_of_harmony_may_name_the_kind_of_content(kind: str) -> None:
-    start = "<|start|>assistant"
     message = f'{kind}<|message|>{{"a": 1}}'
-    text = (
-        f"<|channel|>analysis{message}<|end|>{start}<|channel|>final{message}<|end|>{start}<|channel|>commentary{message}"
-        f"<|end|>{start}<|channel|>commentary to=functions.now {message}<|call|>{start}<|channel|>analysis to=functions.now"
-        f" {message}<|call|>{start} to=functions.now<|channel|>analysis {message}<|call|>"
-    )
+    messages = [
+        f"<|channel|>analysis{message}<|end|>",
+        f"<|channel|>final{message}<|end|>",
+        f"<|channel|>commentary{message}<|end|>",
+        f"<|channel|>commentary to=functions.now {message}<|call|>",
+        f"<|channel|>analysis to=functions.now {message}<|call|>",
+        f" to=functions.now<|channel|>analysis {message}<|call|>",
+    ]
+    text = "<|start|>assistant".join(messages)
     expected = [("reasoning", '{"a": 1}'), ("text", '{"a": 1}' * 2), *[("call", "now", '{"a": 1}')] * 3]
     assert parse("harmony", text, tools=TOOLS) == expected
     assert parse("harmony", list(text), tools=TOOLS) == expected

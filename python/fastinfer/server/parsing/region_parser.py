@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
-from fastinfer.server.parsing.argument_types import is_string, to_json
+from fastinfer.server.parsing.argument_types import ArgumentType
 from fastinfer.server.parsing.call_readers import read_calls
 from fastinfer.server.parsing.call_writer import CallWriter
 from fastinfer.server.parsing.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -176,7 +176,7 @@ class OutputParser:
                 return self._text()
             key = match.groups.get("key", "")
             self._calls.write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            return self._argument(content, self._calls.schema(name, key), after_argument)
+            return self._argument(content, self._calls.argument_type(name, key), after_argument)
 
         def after_argument(match: Match) -> _Reader:
             return self._next_argument(region, content, name, separator=", ")
@@ -184,9 +184,9 @@ class OutputParser:
         patterns = (content.open, region.close) if region.close else (content.open,)
         return _PassageReader(patterns, self._emit_text, enter)
 
-    def _argument(self, content: TaggedArguments, schema: Any, after: "_Enter") -> "_Reader":
+    def _argument(self, content: TaggedArguments, kind: ArgumentType, after: "_Enter") -> "_Reader":
         """Return a reader of one argument. Strings are passed on as they come, others once they are complete."""
-        if is_string(schema):
+        if kind.is_string:
             self._calls.write('"')
 
             def end_string(match: Match) -> _Reader:
@@ -199,7 +199,7 @@ class OutputParser:
         pieces: list[str] = []
 
         def end_value(match: Match) -> _Reader:
-            self._calls.write(to_json("".join(pieces), schema))
+            self._calls.write(kind.to_json("".join(pieces)))
             return after(match)
 
         return _PassageReader((content.close,), pieces.append, end_value, skips_blanks=False)

@@ -157,9 +157,7 @@ SPECS: dict[str, ParserSpec] = {
                 ArgumentsObject(),
             ),
             Region(rf"<\|channel\|>analysis{_HARMONY_MESSAGE}", r"<\|end\|>", Passage.REASONING),
-            Region(
-                rf"<\|channel\|>(?:final|commentary){_HARMONY_MESSAGE}", r"<\|(?:end|return)\|>", Passage.TEXT
-            ),
+            Region(rf"<\|channel\|>(?:final|commentary){_HARMONY_MESSAGE}", r"<\|(?:end|return)\|>", Passage.TEXT),
         ),
         start_anchors=_ANCHORS,
         dropped=(r"<\|start\|>assistant\s?",),
