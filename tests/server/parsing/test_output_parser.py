@@ -425,6 +425,29 @@ def test_headers_of_harmony_may_name_the_kind_of_content(kind: str) -> None:
     assert parse("harmony", list(text), tools=TOOLS) == expected
 
 
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("<parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n", {"city": "Paris", "days": 3}),
+        ("<parameter=days>\n3\n<parameter=city>\nParis\n</parameter>\n", {"days": 3, "city": "Paris"}),
+        ("<parameter=days>3<parameter=city>\n\nParis\n\n<parameter=x>", {"days": 3, "city": "\nParis\n", "x": ""}),
+        ("<parameter=city>\nParis\n", {"city": "Paris"}),
+        ("<parameter=days>\n3", {"days": 3}),
+        ("<parameter=city>\n<parameter=days>\n", {"city": "", "days": ""}),
+        ("<parameter=city>\na < b</param </function\n", {"city": "a < b</param </function"}),
+        ("<parameter=city>a</parameter></parameter>\n<parameter=days>3</parameter>", {"city": "a", "days": 3}),
+    ],
+)
+def test_a_value_ends_with_its_end_the_next_argument_or_the_call(body: str, arguments: Any) -> None:
+    text = f"<tool_call>\n<function=get_weather>\n{body}</function>\n</tool_call>\nDone."
+    whole = parse("qwen3_coder", text, tools=TOOLS)
+    assert calls_of(whole) == [("get_weather", arguments)]
+    assert whole[1:] == [("text", "Done.")]
+    assert parse("qwen3_coder", list(text), tools=TOOLS) == whole
+    for cut in range(len(text)):
+        assert parse("qwen3_coder", [text[:cut], text[cut:]], tools=TOOLS) == whole
+
+
 def test_line_breaks_in_json_strings_are_escaped() -> None:
     parts = parse(QWEN3, '<tool_call>{"name": "f", "arguments": {"a": "x\ny\t"}}</tool_call>')
     assert calls_of(parts) == [("f", {"a": "x\ny\t"})]
@@ -481,6 +504,7 @@ def hostile_texts() -> Iterator[tuple[str, str, str]]:
     yield "qwen3_coder", "functions", "<tool_call><function=f>"
     yield "qwen3_coder", "names", "<function=" + "f" * 50
     yield "qwen3_coder", "parameters", "<tool_call>\n<function=f>\n<parameter=a>\n"
+    yield "qwen3_coder", "values", "<function=f><parameter=a><parameter=b>\n\n"
     yield "qwen3_coder", "ends", "</function>        "
     yield "deepseek", "names", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n``"
     yield "mistral", "lists", "[TOOL_CALLS][["

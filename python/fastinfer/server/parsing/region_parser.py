@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastinfer.server.parsing.argument_types import ArgumentType
@@ -165,44 +166,59 @@ class OutputParser:
             self._emit_text(marker)
             return self._text(skips_blanks=False)
         self._calls.write("{")
-        return self._next_argument(region, content, name, separator="")
+        return self._between_arguments(_TaggedCall(name, content, content.markers(region.close)), separator="")
 
-    def _next_argument(self, region: Region, content: TaggedArguments, name: str, separator: str) -> "_Reader":
+    def _between_arguments(self, call: "_TaggedCall", separator: str) -> "_Reader":
         """Return a reader up to the next argument, or up to the end of the call."""
+        return _PassageReader(
+            call.markers, self._emit_text, lambda match: self._behind_argument(call, separator, match)
+        )
 
-        def enter(match: Match) -> _Reader:
-            if match.pattern == 1:
-                self._calls.write("}")
-                return self._text()
-            key = match.groups.get("key", "")
-            self._calls.write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            return self._argument(content, self._calls.argument_type(name, key), after_argument)
+    def _behind_argument(self, call: "_TaggedCall", separator: str, match: Match) -> "_Reader":
+        """Return the reader of what follows a marker within a call, see :meth:`TaggedArguments.markers`."""
+        if match.pattern == 1:
+            return self._between_arguments(call, separator)
+        if match.pattern == 2:
+            self._calls.write("}")
+            return self._text()
+        key = match.groups.get("key", "")
+        self._calls.write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        return self._argument(call, self._calls.argument_type(call.name, key))
 
-        def after_argument(match: Match) -> _Reader:
-            return self._next_argument(region, content, name, separator=", ")
-
-        patterns = (content.open, region.close) if region.close else (content.open,)
-        return _PassageReader(patterns, self._emit_text, enter)
-
-    def _argument(self, content: TaggedArguments, kind: ArgumentType, after: "_Enter") -> "_Reader":
+    def _argument(self, call: "_TaggedCall", kind: ArgumentType) -> "_Reader":
         """Return a reader of one argument. Strings are passed on as they come, others once they are complete."""
         if kind.is_string:
             self._calls.write('"')
 
             def end_string(match: Match) -> _Reader:
                 self._calls.write('"')
-                return after(match)
+                return self._behind_argument(call, ", ", match)
 
             return _PassageReader(
-                (content.close,), lambda text: self._calls.write(escape(text)), end_string, skips_blanks=False
+                call.markers, lambda text: self._calls.write(escape(text)), end_string, skips_blanks=False
             )
         pieces: list[str] = []
 
         def end_value(match: Match) -> _Reader:
             self._calls.write(kind.to_json("".join(pieces)))
-            return after(match)
+            return self._behind_argument(call, ", ", match)
 
-        return _PassageReader((content.close,), pieces.append, end_value, skips_blanks=False)
+        return _PassageReader(call.markers, pieces.append, end_value, skips_blanks=False)
+
+
+@dataclass(frozen=True)
+class _TaggedCall:
+    """A call with arguments between tags.
+
+    Attributes:
+        name: the tool's name.
+        content: how the arguments are written.
+        markers: what ends a value.
+    """
+
+    name: str
+    content: TaggedArguments
+    markers: tuple[str, ...]
 
 
 def begun_answer(spec: ParserSpec, prompt: str) -> str:

@@ -173,10 +173,8 @@ def _check_patterns(spec: ParserSpec) -> None:
     try:
         compile_patterns((*(region.open for region in spec.regions), *spec.dropped))
         for region in spec.regions:
-            closing = (region.close,) if region.close else ()
             if isinstance(region.content, TaggedArguments):
-                compile_patterns((region.content.open, *closing))
-                compile_patterns((region.content.close,))
-            compile_patterns(closing)
+                compile_patterns(region.content.markers(region.close))
+            compile_patterns((region.close,) if region.close else ())
     except PatternError as error:
         raise UnsupportedModelError(f"response_template: {error}") from None

@@ -49,11 +49,15 @@ class TaggedArguments:
 
     Attributes:
         open: regular expression of what begins an argument; its group ``key`` is the name of the argument.
-        close: regular expression of what ends it.
+        close: regular expression of what ends it. A model may leave it out before the next argument and at the end.
     """
 
     open: str
     close: str
+
+    def markers(self, end: str | None) -> tuple[str, ...]:
+        """Return the expressions of what follows a value: the next argument, its own end, and the end of the call."""
+        return (rf"\n?(?:{self.open})", self.close, *([] if end is None else [end]))
 
 
 @dataclass(frozen=True)
