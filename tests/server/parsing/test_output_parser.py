@@ -195,6 +195,29 @@ def test_a_prompt_may_begin_the_answer(prompt: str, text: str, expected: list[An
 
 
 @pytest.mark.parametrize(
+    ("begun", "text", "expected"),
+    [
+        ("", "<think>\nHm.\n</think>\n\nHi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("", "\n <think>Hm.</think>Hi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("", "Hm.\n</think>\n\nHi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("<think>\n", "Hm.</think>Hi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("<thi", "nk>Hm.</think>Hi.", [("reasoning", "nk>Hm."), ("text", "Hi.")]),
+        ("Well, ", "<think> is a tag.</think>Hi.", [("reasoning", "<think> is a tag."), ("text", "Hi.")]),
+        ("", "A <think> is a tag.</think>Hi.", [("reasoning", "A <think> is a tag."), ("text", "Hi.")]),
+        ("", "<think></think>Hi.", [("text", "Hi.")]),
+        ("", "<thinking>", [("reasoning", "<thinking>")]),
+    ],
+)
+def test_reasoning_that_begins_without_a_mark_may_have_one(begun: str, text: str, expected: list[Any]) -> None:
+    spec = find_spec(None, {}, "none", "deepseek_r1")
+    assert spec is not None
+    prompt = f"<｜Assistant｜>{begun}"
+    assert OutputParser(spec, begun).is_reasoning
+    assert parse(spec, text, prompt) == expected
+    assert parse(spec, list(text), prompt) == expected
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "<tool_call>oops</tool_call>",

@@ -132,8 +132,10 @@ def test_reasoning_that_nothing_opens() -> None:
         "thinking": {"open_pattern": r"(?:^|<think>\s*)", "close": "</think>"},
         "content": {"open": "<response>\n", "close_pattern": r"\n?</response>"},
     }
-    events = run({"start_anchor": "Assistant:", "fields": fields}, "Hm.</think><response>\nHi.\n</response>")
-    assert summary(events)[:2] == ("Hm.", "Hi.")
+    for opening in ("", "<think>\n"):
+        text = f"{opening}Hm.</think><response>\nHi.\n</response>"
+        events = run({"start_anchor": "Assistant:", "fields": fields}, text)
+        assert summary(events)[:2] == ("Hm.", "Hi.")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,11 @@ def test_reasoning_that_nothing_opens() -> None:
         (with_calls(open_pattern="(", content="json"), UnsupportedModelError, "does not end"),
         (with_calls(open_pattern="x{9999}", content="json"), UnsupportedModelError, "too large"),
         (with_calls(open_pattern="[z-a]", content="json"), UnsupportedModelError, "bad character range"),
+        (
+            {"start_anchor": "A:", "fields": {"thinking": {"open_pattern": f"(?:^|{'(' * 8}a{')' * 8})"}}},
+            UnsupportedModelError,
+            "nested at most 8 deep",
+        ),
         (with_calls(open="x", close_pattern="a*", content="json"), UnsupportedModelError, "without any character"),
     ],
 )

@@ -38,7 +38,7 @@ class OutputParser:
         self._calls = CallWriter(self._found.append, tools, spec.short_ids)
         self._is_fresh = True  # only reasoning has come before
         reasoning = spec.reasoning if spec.starts_reasoning else None
-        self._reader: _Reader = self._passage(reasoning) if reasoning else self._text(skips_blanks=False)
+        self._reader: _Reader = self._unmarked(reasoning) if reasoning else self._text(skips_blanks=False)
         self._feed(begun)
         self.finish()
         self._reader.restart()
@@ -145,6 +145,14 @@ class OutputParser:
         """Return a reader of a region of reasoning or text."""
         emit = self._emit_reasoning if region.content is Passage.REASONING else self._emit_text
         return _PassageReader((region.close,) if region.close else (), emit, lambda _: self._text())
+
+    def _unmarked(self, region: Region) -> "_PassageReader":
+        """Return a reader of reasoning that nothing has opened. The model may still do so, as the first thing in it."""
+
+        def enter(match: Match) -> _Reader:
+            return self._passage(region) if match.pattern == 0 else self._text()
+
+        return _PassageReader(region.markers_if_begun, self._emit_reasoning, enter, at_beginning=True)
 
     def _behind_calls(self, region: Region) -> "_PassageReader":
         """Return a reader of what follows a region's calls: the closing marker, or whatever the model adds."""
@@ -267,7 +275,7 @@ class _PassageReader:
         emit: receives the text.
         enter: makes the reader that follows a marker.
         skips_blanks: whether white space at the beginning is dropped.
-        at_beginning: whether ``^`` matches.
+        at_beginning: whether ``^`` matches before any text.
     """
 
     def __init__(
@@ -304,6 +312,7 @@ class _PassageReader:
             text = text.lstrip()
         if text:
             self._skips_blanks = False
+            self._at_beginning = self._at_beginning and not text.strip()
             self.emit(text)
         if self._search.match is not None and self.successor is None:
             self.successor = (self._enter(self._search.match), self._search.rest)

@@ -176,5 +176,7 @@ def _check_patterns(spec: ParserSpec) -> None:
             if isinstance(region.content, TaggedArguments):
                 compile_patterns(region.content.markers(region.close))
             compile_patterns((region.close,) if region.close else ())
+            if spec.starts_reasoning:
+                compile_patterns(region.markers_if_begun)
     except PatternError as error:
         raise UnsupportedModelError(f"response_template: {error}") from None

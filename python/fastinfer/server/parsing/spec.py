@@ -92,6 +92,11 @@ class Region:
         """Whether the region contains tool calls."""
         return not isinstance(self.content, Passage)
 
+    @property
+    def markers_if_begun(self) -> tuple[str, ...]:
+        """Expressions of what may still open a region that has begun, as the first thing in it, and of what ends it."""
+        return (f"^(?:{self.open})", *([] if self.close is None else [self.close]))
+
 
 @dataclass(frozen=True)
 class CallMarkup:
