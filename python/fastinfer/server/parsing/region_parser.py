@@ -36,6 +36,7 @@ class OutputParser:
         self._patterns = (*(region.open for region in self._regions), *spec.dropped)
         self._found: list[Event] = []
         self._calls = CallWriter(self._found.append, tools, spec.short_ids)
+        self._passed: set[Region] = set()  # passages that have begun
         self._is_fresh = True  # only reasoning has come before
         reasoning = spec.reasoning if spec.starts_reasoning else None
         self._reader: _Reader = self._unmarked(reasoning) if reasoning else self._text(skips_blanks=False)
@@ -111,12 +112,23 @@ class OutputParser:
             self._is_fresh = False
             self._found.append(TextDelta(text))
 
+    def _emit_outside(self, text: str) -> None:
+        """Pass on text outside the regions."""
+        if self._spec.drops_text:
+            self._is_fresh = self._is_fresh and not text
+        else:
+            self._emit_text(text)
+
     def _emit_reasoning(self, text: str) -> None:
         self._found.append(ReasoningDelta(text))
 
     def _text(self, skips_blanks: bool = True) -> "_PassageReader":
         """Return a reader of the answer's text, up to the next region."""
-        return _PassageReader(self._patterns, self._emit_text, self._enter, skips_blanks, self._is_fresh)
+        return _PassageReader(self._patterns, self._emit_outside, self._enter, skips_blanks, self._is_fresh)
+
+    def _malformed(self) -> "_PassageReader":
+        """Return a reader of what follows the beginning of something that is no call: text, up to the next region."""
+        return _PassageReader(self._patterns, self._emit_text, self._enter, skips_blanks=False)
 
     def _enter(self, match: Match) -> "_Reader":
         """Return the reader of what follows an opening marker."""
@@ -138,19 +150,25 @@ class OutputParser:
             body,
             self._emit_text,
             end=lambda: self._behind_calls(region),
-            fail=lambda: self._text(skips_blanks=False),
+            fail=self._malformed,
         )
 
     def _passage(self, region: Region) -> "_PassageReader":
         """Return a reader of a region of reasoning or text."""
         emit = self._emit_reasoning if region.content is Passage.REASONING else self._emit_text
+        if region.join and region in self._passed:
+            emit(region.join)
+        self._passed.add(region)
         return _PassageReader((region.close,) if region.close else (), emit, lambda _: self._text())
 
     def _unmarked(self, region: Region) -> "_PassageReader":
         """Return a reader of reasoning that nothing has opened. The model may still do so, as the first thing in it."""
 
         def enter(match: Match) -> _Reader:
-            return self._passage(region) if match.pattern == 0 else self._text()
+            if match.pattern == 0:
+                return self._passage(region)
+            self._passed.add(region)
+            return self._text()
 
         return _PassageReader(region.markers_if_begun, self._emit_reasoning, enter, at_beginning=True)
 
@@ -163,7 +181,7 @@ class OutputParser:
         def enter(match: Match) -> _Reader:
             return self._text() if match.pattern == last else self._enter(match)
 
-        return _PassageReader((*self._patterns, region.close), self._emit_text, enter)
+        return _PassageReader((*self._patterns, region.close), self._emit_outside, enter)
 
     def _tagged(self, region: Region, content: TaggedArguments, name: str, marker: str) -> "_Reader":
         """Return a reader of arguments between tags."""
@@ -172,7 +190,7 @@ class OutputParser:
             self._calls.start(name)
         except MalformedError:
             self._emit_text(marker)
-            return self._text(skips_blanks=False)
+            return self._malformed()
         self._calls.write("{")
         return self._between_arguments(_TaggedCall(name, content, content.markers(region.close)), separator="")
 
@@ -195,7 +213,7 @@ class OutputParser:
 
     def _argument(self, call: "_TaggedCall", kind: ArgumentType) -> "_Reader":
         """Return a reader of one argument. Strings are passed on as they come, others once they are complete."""
-        if kind.is_string:
+        if kind.is_string or (kind.names is None and not call.content.reads_json):
             self._calls.write('"')
 
             def end_string(match: Match) -> _Reader:
