@@ -554,6 +554,17 @@ def test_the_work_is_linear(spec: str, kind: str, unit: str, piece: int) -> None
     assert large <= 400 * 2000
 
 
+def test_a_large_schema_is_read_once() -> None:
+    cases = [{"type": "object", "properties": {f"p{i}": {"type": "string"}}} for i in range(2000)]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": cases}}}]
+
+    def work(count: int) -> int:
+        text = "<function=f>" + "".join(f"<parameter=x{i % 20}>1</parameter>" for i in range(count))
+        return count_lines(lambda: parse("qwen3_coder", text, tools=tools))
+
+    assert work(101) - work(1) < 100 * 2000
+
+
 @pytest.mark.parametrize("unit", ["<tool_call>", " ", '<tool_call>{"name": "', "[", '{"a":'])
 def test_long_texts_come_out_as_they_went_in(unit: str) -> None:
     text = (unit * (2**17 // len(unit) + 1))[: 2**17]

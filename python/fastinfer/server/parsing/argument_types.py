@@ -79,20 +79,32 @@ class ArgumentType:
         return None
 
 
-def argument_type(parameters: object, key: str) -> ArgumentType:
-    """Return the type of a tool's argument.
+class ArgumentTypes:
+    """The types of a tool's arguments, each found once.
 
     Args:
         parameters: JSON schema of all arguments. References are looked up in it.
-        key: name of the argument.
     """
-    for part in _parts(parameters, parameters):
-        properties = part.get("properties")
-        if isinstance(properties, dict) and key in properties:
-            schema = properties[key]
-            texts = frozenset(v for p in _parts(schema, parameters) for v in _choices(p) or () if isinstance(v, str))
-            return ArgumentType(_Types(parameters).names(schema), texts)
-    return ArgumentType()
+
+    def __init__(self, parameters: object) -> None:
+        self._root = parameters
+        self._types = _Types(parameters)
+        self._known: dict[str, ArgumentType] = {}
+        self._properties: dict[str, Any] = {}
+        for part in _parts(parameters, parameters):
+            properties = part.get("properties")
+            for key, schema in properties.items() if isinstance(properties, dict) else ():
+                self._properties.setdefault(key, schema)
+
+    def __getitem__(self, key: str) -> ArgumentType:
+        if key not in self._properties:
+            return ArgumentType()
+        if key not in self._known:
+            schema = self._properties[key]
+            choices = [value for part in _parts(schema, self._root) for value in _choices(part) or ()]
+            texts = frozenset(value for value in choices if isinstance(value, str))
+            self._known[key] = ArgumentType(self._types.names(schema), texts)
+        return self._known[key]
 
 
 def _parts(schema: object, root: object) -> Iterator[dict[str, Any]]:

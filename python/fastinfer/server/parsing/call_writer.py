@@ -6,7 +6,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastinfer.server.parsing.argument_types import ArgumentType, argument_type
+from fastinfer.server.parsing.argument_types import ArgumentType, ArgumentTypes
 from fastinfer.server.parsing.events import Event, ToolCallArguments, ToolCallStart
 from fastinfer.server.parsing.value_reader import MalformedError
 
@@ -35,7 +35,7 @@ class CallWriter:
         self._emit = emit
         self._parameters = None if tools is None else dict(map(_name_and_parameters, tools))
         self._short_ids = short_ids
-        self._types: dict[tuple[str, str], ArgumentType] = {}
+        self._types: dict[str, ArgumentTypes] = {}
 
     def start(self, name: str, known_only: bool = False) -> None:
         """Begin a call.
@@ -64,9 +64,9 @@ class CallWriter:
         parameters = (self._parameters or {}).get(name)
         if parameters is None:
             return ArgumentType()
-        if (name, key) not in self._types:
-            self._types[name, key] = argument_type(parameters, key)
-        return self._types[name, key]
+        if name not in self._types:
+            self._types[name] = ArgumentTypes(parameters)
+        return self._types[name][key]
 
     def _new_id(self) -> str:
         if self._short_ids:
