@@ -242,3 +242,17 @@ def test_a_response_template_comes_first(caplog: pytest.LogCaptureFixture) -> No
     form = find_format(tokenizer, "qwen3_coder")
     assert form.spec is not None
     assert form.spec.has_calls
+
+
+def test_a_constrained_text_needs_no_markers_of_the_response_template() -> None:
+    pytest.importorskip("llguidance")
+    template = {"start_anchor": HEADER, "fields": {"content": {"open": "<r>", "close": "</r>"}}}
+    model = qwen("no", response_template=template)
+
+    async def main() -> None:
+        async with toy_client(engine=lambda: scripted_engine(model)) as client:
+            assert (await chat(client))["message"]["content"] == ""
+            answer = await chat(client, structured_outputs={"choice": ["maybe", "no"]})
+            assert answer["message"]["content"] == "no"
+
+    asyncio.run(main())

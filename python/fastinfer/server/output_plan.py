@@ -64,6 +64,8 @@ def plan_output(
     text = params.structured_outputs
     if text is not None and choice not in ("auto", "none"):
         raise APIError(400, "tool_choice and a format of the text exclude each other", param="tool_choice")
+    if text is not None and spec is not None:
+        spec = replace(spec, drops_text=False)  # it is written without markers
     constraint = constrain_answer(
         spec,
         tools,

@@ -11,6 +11,7 @@ from fastinfer.server.parsing.answer_grammar import AnswerGrammar
 from fastinfer.server.parsing.spec import CallMarkup
 from fastinfer.server.protocol.chat import ChatRequest
 from fastinfer.structured_output import StructuredOutputsParams
+from fastinfer.utils.checks import show
 
 # A request with bad tools may take this many seconds until it is known which one is bad.
 SEARCH_S = 5.0
@@ -24,7 +25,8 @@ def check_tools(body: ChatRequest) -> None:
     """Check names and schemas.
 
     Raises:
-        APIError: two tools have the same name, or a schema is too large, too deep or not JSON.
+        APIError: two tools have the same name, or a schema is too large, too deep, not JSON, or of another type than
+            object.
     """
     seen: set[str] = set()
     for index, tool in enumerate(body.tools or []):
@@ -38,6 +40,11 @@ def check_tools(body: ChatRequest) -> None:
                 StructuredOutputsParams(json=function.parameters)
             except RequestError as error:
                 raise _bad_schema(index, error) from None
+            declared = function.parameters.get("type")
+            if declared is not None and "object" not in (declared if isinstance(declared, list) else [declared]):
+                place = f"tools[{index}].function.parameters"
+                message = f"{place}.type: expected object, as arguments have names, got {show(declared)}"
+                raise APIError(400, message, param=place)
 
 
 async def compile_tools(engine: AsyncEngine, body: ChatRequest, constraint: StructuredOutputsParams) -> None:

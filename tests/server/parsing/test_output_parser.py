@@ -195,6 +195,29 @@ def test_a_prompt_may_begin_the_answer(prompt: str, text: str, expected: list[An
 
 
 @pytest.mark.parametrize(
+    ("begun", "text", "expected"),
+    [
+        ("", "<think>\nHm.\n</think>\n\nHi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("", "\n <think>Hm.</think>Hi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("", "Hm.\n</think>\n\nHi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("<think>\n", "Hm.</think>Hi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("<thi", "nk>Hm.</think>Hi.", [("reasoning", "nk>Hm."), ("text", "Hi.")]),
+        ("Well, ", "<think> is a tag.</think>Hi.", [("reasoning", "<think> is a tag."), ("text", "Hi.")]),
+        ("", "A <think> is a tag.</think>Hi.", [("reasoning", "A <think> is a tag."), ("text", "Hi.")]),
+        ("", "<think></think>Hi.", [("text", "Hi.")]),
+        ("", "<thinking>", [("reasoning", "<thinking>")]),
+    ],
+)
+def test_reasoning_that_begins_without_a_mark_may_have_one(begun: str, text: str, expected: list[Any]) -> None:
+    spec = find_spec(None, {}, "none", "deepseek_r1")
+    assert spec is not None
+    prompt = f"<｜Assistant｜>{begun}"
+    assert OutputParser(spec, begun).is_reasoning
+    assert parse(spec, text, prompt) == expected
+    assert parse(spec, list(text), prompt) == expected
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "<tool_call>oops</tool_call>",
@@ -309,9 +332,143 @@ def test_python_values(source: str, value: Any) -> None:
     ],
 )
 def test_arguments_between_tags_get_the_type_of_the_schema(raw: str, schema: Any, value: Any) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+    assert read_argument(raw, {"properties": {"x": schema}}) == value
+
+
+DEFINITIONS = {
+    "Zip": {"type": "string"},
+    "Flag": {"$ref": "#/$defs/Choices/anyOf/1"},
+    "Choices": {"anyOf": [{"type": "integer"}, {"type": "boolean"}]},
+    "a/b~c d": {"type": "string"},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}]},
+    "Last": {"type": "string"},
+} | {f"Link{i}": {"$ref": f"#/$defs/Link{i + 1}"} for i in range(5000)} | {
+    f"Pair{i}": {"anyOf": [{"$ref": f"#/$defs/Pair{i + 1}"}, {"$ref": f"#/$defs/Pair{i + 1}"}]} for i in range(50)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "schema", "value"),
+    [
+        ("123", {"$ref": "#/$defs/Zip"}, "123"),
+        ("1", {"$ref": "#/$defs/Flag"}, True),
+        ("007", {"$ref": "#/$defs/Choices"}, 7),
+        ("123", {"$ref": "#/$defs/a~1b~0c%20d"}, "123"),
+        ("123", {"allOf": [{"$ref": "#/$defs/Zip"}, {"minLength": 1}]}, "123"),
+        ("5", {"anyOf": [{"anyOf": [{"type": ["string"]}]}, {"allOf": [{"type": "null"}]}]}, "5"),
+        ("None", {"type": "string", "nullable": True}, None),
+        ("2", {"allOf": [{"type": "number"}, {"type": ["integer", "string"]}]}, 2),
+        # What says nothing, refers to nothing or to itself: read as JSON.
+        ("5", {"$ref": "#/$defs/Loop"}, 5),
+        ("5", {"$ref": "#/$defs/None/0"}, 5),
+        ("5", {"$ref": "#/$defs/Choices/anyOf/9"}, 5),
+        ("5", {"$ref": "http://127.0.0.1:1/x"}, 5),
+        ("5", {"$ref": 5, "allOf": 5, "anyOf": [5], "enum": 5, "type": 5}, 5),
+        ("5", {"$ref": "#/$defs/Link0"}, 5),
+        ("5", {"$ref": "#/$defs/Pair0"}, 5),
+        # Values to choose from.
+        ("1", {"enum": ["1", "2", None]}, "1"),
+        ("null", {"enum": ["1", "2", None]}, None),
+        ("5", {"const": "5"}, "5"),
+        ("5", {"const": 5.0}, 5),
+        ("true", {"anyOf": [{"const": "true"}, {"type": "boolean"}]}, "true"),
+        ("false", {"anyOf": [{"const": "true"}, {"type": "boolean"}]}, False),
+        ("[1, 2]", {"enum": [[1, 2], {}]}, [1, 2]),
+        # What is not written as in JSON.
+        ("3.0", {"type": "integer"}, 3),
+        ("-2e3", {"type": ["integer", "null"]}, -2000),
+        ("3.5", {"type": "integer"}, "3.5"),
+        ("3.0", {"type": "number"}, 3.0),
+        ("3.0", {"type": ["integer", "string"]}, "3.0"),
+        ("007", {"type": "integer"}, 7),
+        ("+.5", {"type": "number"}, 0.5),
+        ("1e999", {"type": "integer"}, "1e999"),
+        ("0" * 5000, {"type": "integer"}, "0" * 5000),
+        ("TRUE", {"type": "boolean"}, True),
+        ("0", {"type": "boolean"}, False),
+        ("1", {"type": ["boolean", "integer"]}, 1),
+        ("2", {"type": "boolean"}, "2"),
+        ("['a', \"it's\", None]", {"type": "array"}, ["a", "it's", None]),
+        ("(1, True)", {"type": "array"}, [1, True]),
+        ("{'a': [1, {'b': False}]}", {"type": "object"}, {"a": [1, {"b": False}]}),
+        ("['a']", {"type": "object"}, "['a']"),
+        ("['a'] x", {"type": "array"}, "['a'] x"),
+        ("['a']]", {"type": "array"}, "['a']]"),
+        ("['a", {"type": "array"}, "['a"),
+        ("['\\x4", {"type": "array"}, "['\\x4"),
+        ("{1: 2}", {"type": "object"}, "{1: 2}"),
+        ("[open('x')]", {"type": "array"}, "[open('x')]"),
+        ("['a'," * 20_000, {"type": "array"}, "['a'," * 20_000),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("-" * 100_000, {"type": "array"}, "-" * 100_000),
+    ],
+)  # fmt: skip
+def test_arguments_between_tags_are_valid_for_the_schema_if_they_can_be(raw: str, schema: Any, value: Any) -> None:
+    read = read_argument(raw, {"properties": {"x": schema}, "$defs": DEFINITIONS})
+    assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/A"},
+        {"allOf": [{"properties": {"y": {}}}, {"$ref": "#/$defs/A"}]},
+        {"anyOf": [{"$ref": "#"}, {"$ref": "#/$defs/A"}]},
+    ],
+)
+def test_parameters_may_be_elsewhere_in_the_schema(parameters: Any) -> None:
+    definitions = {"A": {"properties": {"x": {"$ref": "#/$defs/Zip"}}}, "Zip": {"type": "string"}}
+    assert read_argument("123", {**parameters, "$defs": definitions}) == "123"
+
+
+def read_argument(raw: str, parameters: Any) -> Any:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{raw}\n</parameter>\n</function>\n</tool_call>"
-    assert calls_of(parse("qwen3_coder", text, tools=tools)) == [("f", {"x": value})]
+    [(name, arguments)] = calls_of(parse("qwen3_coder", text, tools=tools))
+    assert (name, arguments.keys()) == ("f", {"x"})
+    return arguments["x"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["", " json", "json", " code", "<|constrain|>json", " <|constrain|>json ", " <|constrain|>"]
+)
+def test_headers_of_harmony_may_name_the_kind_of_content(kind: str) -> None:
+    message = f'{kind}<|message|>{{"a": 1}}'
+    messages = [
+        f"<|channel|>analysis{message}<|end|>",
+        f"<|channel|>final{message}<|end|>",
+        f"<|channel|>commentary{message}<|end|>",
+        f"<|channel|>commentary to=functions.now {message}<|call|>",
+        f"<|channel|>analysis to=functions.now {message}<|call|>",
+        f" to=functions.now<|channel|>analysis {message}<|call|>",
+    ]
+    text = "<|start|>assistant".join(messages)
+    expected = [("reasoning", '{"a": 1}'), ("text", '{"a": 1}' * 2), *[("call", "now", '{"a": 1}')] * 3]
+    assert parse("harmony", text, tools=TOOLS) == expected
+    assert parse("harmony", list(text), tools=TOOLS) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("<parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n", {"city": "Paris", "days": 3}),
+        ("<parameter=days>\n3\n<parameter=city>\nParis\n</parameter>\n", {"days": 3, "city": "Paris"}),
+        ("<parameter=days>3<parameter=city>\n\nParis\n\n<parameter=x>", {"days": 3, "city": "\nParis\n", "x": ""}),
+        ("<parameter=city>\nParis\n", {"city": "Paris"}),
+        ("<parameter=days>\n3", {"days": 3}),
+        ("<parameter=city>\n<parameter=days>\n", {"city": "", "days": ""}),
+        ("<parameter=city>\na < b</param </function\n", {"city": "a < b</param </function"}),
+        ("<parameter=city>a</parameter></parameter>\n<parameter=days>3</parameter>", {"city": "a", "days": 3}),
+    ],
+)
+def test_a_value_ends_with_its_end_the_next_argument_or_the_call(body: str, arguments: Any) -> None:
+    text = f"<tool_call>\n<function=get_weather>\n{body}</function>\n</tool_call>\nDone."
+    whole = parse("qwen3_coder", text, tools=TOOLS)
+    assert calls_of(whole) == [("get_weather", arguments)]
+    assert whole[1:] == [("text", "Done.")]
+    assert parse("qwen3_coder", list(text), tools=TOOLS) == whole
+    for cut in range(len(text)):
+        assert parse("qwen3_coder", [text[:cut], text[cut:]], tools=TOOLS) == whole
 
 
 def test_line_breaks_in_json_strings_are_escaped() -> None:
@@ -370,6 +527,7 @@ def hostile_texts() -> Iterator[tuple[str, str, str]]:
     yield "qwen3_coder", "functions", "<tool_call><function=f>"
     yield "qwen3_coder", "names", "<function=" + "f" * 50
     yield "qwen3_coder", "parameters", "<tool_call>\n<function=f>\n<parameter=a>\n"
+    yield "qwen3_coder", "values", "<function=f><parameter=a><parameter=b>\n\n"
     yield "qwen3_coder", "ends", "</function>        "
     yield "deepseek", "names", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n``"
     yield "mistral", "lists", "[TOOL_CALLS][["
@@ -379,6 +537,8 @@ def hostile_texts() -> Iterator[tuple[str, str, str]]:
     yield "gemma", "strings", '<|tool_call>call:f{a:<|"|><|"'
     yield "llama3_json", "objects", '{"a":'
     yield "harmony", "headers", "<|channel|>commentary to=functions.f "
+    yield "harmony", "channels", "<|channel|>final json "
+    yield "harmony", "words", "<|channel|>analysis to=functions.f aaaaaaaa"
 
 
 @pytest.mark.parametrize(("spec", "kind", "unit"), [pytest.param(*t, id=f"{t[0]}-{t[1]}") for t in hostile_texts()])
@@ -392,6 +552,17 @@ def test_the_work_is_linear(spec: str, kind: str, unit: str, piece: int) -> None
     small, large = work(500), work(2000)
     assert large <= 4.5 * small + 500
     assert large <= 400 * 2000
+
+
+def test_a_large_schema_is_read_once() -> None:
+    cases = [{"type": "object", "properties": {f"p{i}": {"type": "string"}}} for i in range(2000)]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": cases}}}]
+
+    def work(count: int) -> int:
+        text = "<function=f>" + "".join(f"<parameter=x{i % 20}>1</parameter>" for i in range(count))
+        return count_lines(lambda: parse("qwen3_coder", text, tools=tools))
+
+    assert work(101) - work(1) < 100 * 2000
 
 
 @pytest.mark.parametrize("unit", ["<tool_call>", " ", '<tool_call>{"name": "', "[", '{"a":'])

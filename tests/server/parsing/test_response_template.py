@@ -28,6 +28,10 @@ def with_calls(**field: Any) -> dict[str, Any]:
     return {"start_anchor": "A:", "fields": {"tool_calls": field}}
 
 
+def with_args(**content_args: Any) -> dict[str, Any]:
+    return with_calls(**{**TAGS, "content_args": {**TAGS["content_args"], **content_args}})
+
+
 def run(template: dict[str, Any], text: str, prompt: str = "") -> list[Event]:
     spec = find_spec("<tool_call>", {"response_template": template})
     assert spec is not None
@@ -72,7 +76,10 @@ def test_the_prompt_may_begin_the_answer() -> None:
                 "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>",
                 "close": "</tool_call>",
                 "content": "xml-inline",
-                "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"},
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>",
+                    "value_parser": {"name": "json", "args": {"allow_non_json": True}},
+                },
                 "transform": NAME_AND_CONTENT,
             },
             "<tool_call><function=f>\n<parameter=a>\n x \n</parameter><parameter=b>2</parameter></tool_call>",
@@ -127,13 +134,67 @@ def test_formats_of_calls(field: dict[str, Any], text: str, calls: list[Any]) ->
     assert calls_of(run(with_calls(**field), text)) == calls
 
 
+TAGS: dict[str, Any] = {
+    "open_pattern": r"<f=(?P<name>\w+)>",
+    "close": "</f>",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<p (?P<key>\w+)>(?P<value>.*?)</p>"},
+    "transform": NAME_AND_CONTENT,
+}
+JSON_CALLS: dict[str, Any] = {**TAGS, "content": "json", "content_args": {"allow_non_json": False}}
+ANSWER: dict[str, Any] = {"open": "<r>", "close": "</r>"}
+
+
+def reference(template: dict[str, Any], text: str) -> tuple[str, str, list[tuple[str, Any]]]:
+    """What transformers reads."""
+    response_parser = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
+    message = response_parser.parse_response(text, template, prefix="A:")
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    return message.get("thinking", ""), message.get("content", ""), calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "expected"),
+    [
+        ({"tool_calls": TAGS}, "<f=f><p a>12</p><p b>true</p></f>", ("", "", [("f", {"a": "12", "b": "true"})])),
+        # Without a field for it, text outside the others is dropped.
+        ({"tool_calls": JSON_CALLS, "content": ANSWER}, 'No <f=f>{"a": 1} </f> more', ("", "", [("f", {"a": 1})])),
+        ({"thinking": THINK, "content": ANSWER}, "Oh <think>Hm.</think> so <r>Hi.</r> end", ("Hm.", "Hi.", [])),
+        ({"thinking": THINK, "content": {}}, "<think>Hm.</think> so ", ("Hm.", "so", [])),
+        (
+            {"thinking": {**THINK, "repeats": True, "join": "\n"}, "content": {**ANSWER, "repeats": True, "join": "+"}},
+            "<think>a</think><r>1</r><think>b</think><r>2</r><think>c</think>",
+            ("a\nb\nc", "1+2", []),
+        ),
+    ],
+)
+def test_messages_are_those_of_transformers(fields: dict[str, Any], text: str, expected: Any) -> None:
+    template = {"start_anchor": "A:", "fields": fields}
+    reasoning, content, calls = summary(run(template, text))
+    assert (reasoning, content.rstrip(), [(name, json.loads(arguments)) for name, arguments in calls]) == expected
+    assert reference(template, text) == expected
+
+
+def test_what_begins_like_a_call_but_is_none_is_not_dropped() -> None:
+    template = {"start_anchor": "A:", "fields": {"tool_calls": JSON_CALLS, "content": ANSWER}}
+    assert summary(run(template, "Well <f=f>oops</f> no <r>Hi.</r> end")) == ("", " <f=f>oops</f> noHi.", [])
+
+
+def test_the_text_of_content_that_nothing_opens_is_kept() -> None:
+    fields = {"content": {"open_pattern": r"(?:^|<r>)", "close": "</r>"}, "tool_calls": JSON_CALLS}
+    assert summary(run({"start_anchor": "A:", "fields": fields}, "Hi.</r>")) == ("", "Hi.</r>", [])
+
+
 def test_reasoning_that_nothing_opens() -> None:
     fields = {
         "thinking": {"open_pattern": r"(?:^|<think>\s*)", "close": "</think>"},
         "content": {"open": "<response>\n", "close_pattern": r"\n?</response>"},
     }
-    events = run({"start_anchor": "Assistant:", "fields": fields}, "Hm.</think><response>\nHi.\n</response>")
-    assert summary(events)[:2] == ("Hm.", "Hi.")
+    for opening in ("", "<think>\n"):
+        text = f"{opening}Hm.</think><response>\nHi.\n</response>"
+        events = run({"start_anchor": "Assistant:", "fields": fields}, text)
+        assert summary(events)[:2] == ("Hm.", "Hi.")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +207,36 @@ def test_reasoning_that_nothing_opens() -> None:
         ({"start_anchor": "A:", "fields": {"content": {"close": ""}}}, CheckpointFormatError, "content.close"),
         ({"start_anchor": "A:", "fields": {"mood": THINK}}, UnsupportedModelError, "another field"),
         ({"start_anchor": "A:", "fields": {"thinking": {}}}, UnsupportedModelError, "marker that opens it"),
+        (with_calls(**TAGS, mood="good"), UnsupportedModelError, "expected close, .*, got 'mood'"),
+        ({**CHATML, "mood": "good"}, UnsupportedModelError, "response_template: expected defaults, .*, got 'mood'"),
+        (with_args(merge_duplicates=True), UnsupportedModelError, "content_args: expected .*, got 'merge_duplicates'"),
+        (with_args(mood="good"), UnsupportedModelError, "content_args: expected .*, got 'mood'"),
+        (with_args(value_parser={"name": "int"}), UnsupportedModelError, "value_parser: expected none or .*, got"),
+        (
+            with_calls(open="<c>", content="json", content_args={"allow_non_json": True}),
+            UnsupportedModelError,
+            "allow_",
+        ),
+        (
+            {"start_anchor": "A:", "fields": {"content": {"content_args": {"strip": False}}}},
+            UnsupportedModelError,
+            "content.content_args: expected nothing, got 'strip'",
+        ),
+        (
+            {"start_anchor": "A:", "fields": {"content": {"repeats": True, "join": "\n"}}},
+            UnsupportedModelError,
+            "content without a join",
+        ),
+        (
+            {"start_anchor": "A:", "fields": {"content": {**ANSWER, "join": 5}}},
+            CheckpointFormatError,
+            "content.join: expected a string, got 5",
+        ),
+        (
+            {"start_anchor": "A:", "fields": {"content": {**ANSWER, "transform": {"text": "{content}"}}}},
+            UnsupportedModelError,
+            "content.transform: expected none",
+        ),
         (with_calls(open="<c>", content="kv-lines"), UnsupportedModelError, "kv-lines"),
         (with_calls(open="<c>", content="json", transform="x"), UnsupportedModelError, "transform"),
         (with_calls(open_pattern="(?=x)", content="json"), UnsupportedModelError, "not supported"),
@@ -153,6 +244,11 @@ def test_reasoning_that_nothing_opens() -> None:
         (with_calls(open_pattern="(", content="json"), UnsupportedModelError, "does not end"),
         (with_calls(open_pattern="x{9999}", content="json"), UnsupportedModelError, "too large"),
         (with_calls(open_pattern="[z-a]", content="json"), UnsupportedModelError, "bad character range"),
+        (
+            {"start_anchor": "A:", "fields": {"thinking": {"open_pattern": f"(?:^|{'(' * 8}a{')' * 8})"}}},
+            UnsupportedModelError,
+            "nested at most 8 deep",
+        ),
         (with_calls(open="x", close_pattern="a*", content="json"), UnsupportedModelError, "without any character"),
     ],
 )

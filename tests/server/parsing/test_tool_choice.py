@@ -166,6 +166,38 @@ def test_a_schema_cannot_change_how_values_are_written() -> None:
     assert not accepts(constrain(QWEN3, tools, "required"), text)
 
 
+CITY = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def forced(parameters: Any, strict: bool) -> AnswerConstraint:
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    return constrain(QWEN3, [{"type": "function", "function": function}], "required")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"description": "Anything."},
+        CITY,
+        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/$defs/C", "$defs": {"C": CITY}},
+        {"$ref": "#/$defs/C", "$defs": {"C": {"properties": {"city": True, "next": {"$ref": "#/$defs/C"}}}}},
+        {"anyOf": [{"type": "object"}, {"type": "array"}, {"type": "integer"}]},
+        {"oneOf": [{"type": "object"}, {"type": "array"}]},
+        {"allOf": [CITY]},
+        {"enum": [{"city": "Rome"}, 5, [1], None]},
+        {"type": ["object", "null", "array"]},
+        {"type": None},
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_arguments_are_an_object_whatever_the_schema_says(parameters: Any, strict: bool) -> None:
+    constraint = forced(parameters, strict)
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert accepts(constraint, call % '{"city": "Rome"}')
+    assert not any(accepts(constraint, call % value) for value in ("5", '"a"', "[1]", "null", "true"))
+
+
 STRICT = [
     {**tool, "function": {**tool["function"], "strict": tool["function"]["name"] == "get_weather"}} for tool in TOOLS
 ]

@@ -81,7 +81,8 @@ class AnswerGrammar:
         if not isinstance(schema, Mapping):
             raise RequestError(f"tools: expected parameters as a JSON schema, got {show(schema)}")
         options = _JSON_OPTIONS if function.get("strict") is True else _JSON_OPTIONS | _LENIENT
-        text = json.dumps({**_closed(_bare(schema)), "x-guidance": options}, ensure_ascii=False)
+        # Without its type a schema would allow other values, which are no arguments: what is written would be no call.
+        text = json.dumps({**_closed(_bare(schema)), "type": "object", "x-guidance": options}, ensure_ascii=False)
         self._num_calls += 1
         self._rules.append(f"arguments_{self._num_calls}: %json {text}")
         begin = markup.begin % escape(function["name"])

@@ -1,7 +1,15 @@
 """The type of an argument that a model writes without one, as in ``<parameter=count>3</parameter>``."""
 
 import json
-from typing import NoReturn
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+from fastinfer.server.parsing.value_reader import PYTHON, MalformedError, read_value
+
+MAX_DEPTH = 100  # of schemas within a schema, references included
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -12,58 +20,220 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
 }
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
-def is_string(schema: object) -> bool:
-    """Whether the schema says that only a string is valid."""
-    return schema_types(schema) == {"string"}
+@dataclass(frozen=True)
+class ArgumentType:
+    """What a schema says of an argument at its top.
+
+    Attributes:
+        names: names of the types that are allowed; ``None`` for any.
+        texts: strings among the values to choose from.
+    """
+
+    names: frozenset[str] | None = None
+    texts: frozenset[str] = frozenset()
+
+    @property
+    def is_string(self) -> bool:
+        """Whether only a string is valid."""
+        return self.names == frozenset({"string"})
+
+    def to_json(self, raw: str) -> str:
+        """Return an argument's text as JSON of an allowed type, or else as a string."""
+        text = raw.strip()
+        found = None
+        if not self.is_string and raw not in self.texts:
+            found = self._json(_PYTHON_WORDS.get(text, text))
+            if found is None and self.names is not None and "string" not in self.names:
+                found = self._meant(text)
+        return json.dumps(raw, ensure_ascii=False) if found is None else found
+
+    def _allows(self, value: object) -> bool:
+        if self.names is None:
+            return True
+        if isinstance(value, bool):
+            return "boolean" in self.names
+        return any(isinstance(value, _TYPES.get(name, ())) for name in self.names)
+
+    def _json(self, text: str) -> str | None:
+        """Return a text that is JSON of an allowed type."""
+        try:
+            value = json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return None
+        return text if self._allows(value) else None
+
+    def _meant(self, text: str) -> str | None:
+        """Return JSON for a text that is none, or none of an allowed type, but can be meant as one."""
+        names = self.names or frozenset()
+        if names & {"integer", "number"} and _NUMBER.fullmatch(text):
+            return _number(text, "number" in names)
+        if "boolean" in names and text.lower() in ("true", "1", "false", "0"):
+            return "true" if text.lower() in ("true", "1") else "false"
+        if names & {"array", "object"} and text[:1] in ("[", "(", "{"):
+            found = _python_value(text)
+            return None if found is None else self._json(found)
+        return None
 
 
-def schema_types(schema: object) -> set[str]:
-    """Return the names of the types that a schema allows, as far as it says so at its top."""
-    if not isinstance(schema, dict):
-        return set()
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set()
-    if isinstance(declared, list):
-        types |= {name for name in declared if isinstance(name, str)}
-    for union in ("anyOf", "oneOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else []:
-            if isinstance(choice, dict) and isinstance(choice.get("type"), str):
-                types.add(choice["type"])
-    values = schema.get("enum")
-    if not types and isinstance(values, list) and all(isinstance(value, str) for value in values):
-        types.add("string")
-    return types
-
-
-def to_json(raw: str, schema: object) -> str:
-    """Return an argument's text as JSON.
+class ArgumentTypes:
+    """The types of a tool's arguments, each found once.
 
     Args:
-        raw: what the model has written.
-        schema: JSON schema of the argument; ``None`` if there is none.
-
-    Returns:
-        JSON of a type that the schema allows, or else a string.
+        parameters: JSON schema of all arguments. References are looked up in it.
     """
-    types = schema_types(schema)
-    text = _PYTHON_WORDS.get(raw.strip(), raw.strip())
-    if types != {"string"} and _fits(text, types):
-        return text
-    return json.dumps(raw, ensure_ascii=False)
+
+    def __init__(self, parameters: object) -> None:
+        self._root = parameters
+        self._types = _Types(parameters)
+        self._known: dict[str, ArgumentType] = {}
+        self._properties: dict[str, Any] = {}
+        for part in _parts(parameters, parameters):
+            properties = part.get("properties")
+            for key, schema in properties.items() if isinstance(properties, dict) else ():
+                self._properties.setdefault(key, schema)
+
+    def __getitem__(self, key: str) -> ArgumentType:
+        if key not in self._properties:
+            return ArgumentType()
+        if key not in self._known:
+            schema = self._properties[key]
+            choices = [value for part in _parts(schema, self._root) for value in _choices(part) or ()]
+            texts = frozenset(value for value in choices if isinstance(value, str))
+            self._known[key] = ArgumentType(self._types.names(schema), texts)
+        return self._known[key]
 
 
-def _fits(text: str, types: set[str]) -> bool:
-    """Return whether the text is JSON of one of the types; with no types, of any."""
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
+def _parts(schema: object, root: object) -> Iterator[dict[str, Any]]:
+    """Yield a schema and those that it combines or refers to, each once."""
+    waiting = [schema]
+    seen: set[int] = set()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict) and id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            waiting += [s for keyword in ("oneOf", "anyOf", "allOf") for s in reversed(_list(part, keyword))]
+            waiting.append(_target(part, root))
+
+
+class _Types:
+    """Finds the types that a schema allows.
+
+    Args:
+        root: the schema in which references are looked up.
+    """
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._known: dict[int, frozenset[str] | None] = {}
+
+    def names(self, schema: object, depth: int = 0) -> frozenset[str] | None:
+        """Return the names of the types; ``None`` for any, also of a schema that refers to itself or is too deep."""
+        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+            return None
+        if id(schema) not in self._known:
+            self._known[id(schema)] = None  # a reference back to it says nothing new
+            self._known[id(schema)] = self._combined(schema, depth + 1)
+        return self._known[id(schema)]
+
+    def _combined(self, schema: dict[str, Any], depth: int) -> frozenset[str] | None:
+        """Return what all keywords allow."""
+        limits = [_declared(schema), self.names(_target(schema, self._root), depth)]
+        limits += [self.names(part, depth) for part in _list(schema, "allOf")]
+        for keyword in ("anyOf", "oneOf"):
+            cases = [self.names(part, depth) for part in _list(schema, keyword)]
+            limits.append(_union(cases) if cases else None)
+        if (choices := _choices(schema)) is not None:
+            limits.append(frozenset(map(_type_of, choices)))
+        known = [limit for limit in limits if limit is not None]
+        if not known:
+            return None
+        return frozenset.intersection(*known) | ({"null"} if schema.get("nullable") is True else set())
+
+
+def _declared(schema: dict[str, Any]) -> frozenset[str] | None:
+    declared = schema.get("type")
+    names = {name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)}
+    # An integer is a number, which matters if another keyword allows integers only.
+    return frozenset(names | ({"integer"} if "number" in names else set())) if names else None
+
+
+def _union(cases: list[frozenset[str] | None]) -> frozenset[str] | None:
+    known = [case for case in cases if case is not None]
+    return frozenset().union(*known) if len(known) == len(cases) else None
+
+
+def _choices(schema: dict[str, Any]) -> list[Any] | None:
+    """Return the values to choose from."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _type_of(value: object) -> str:
     if isinstance(value, bool):
-        return not types or "boolean" in types
-    return not types or any(isinstance(value, _TYPES.get(name, ())) for name in types - {"boolean"})
+        return "boolean"
+    if isinstance(value, float) and value.is_integer():
+        return "integer"
+    return next((name for name, types in _TYPES.items() if isinstance(value, types)), "")
+
+
+def _list(schema: dict[str, Any], keyword: str) -> list[Any]:
+    schemas = schema.get(keyword)
+    return schemas if isinstance(schemas, list) else []
+
+
+def _target(schema: dict[str, Any], root: object) -> object:
+    """Return the schema that this one refers to within the root; ``None`` if it does not."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    target: object = root
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and name.isascii() and name.isdigit() and len(name) < 6:
+            target = target[int(name)] if int(name) < len(target) else None
+        else:
+            target = target.get(name) if isinstance(target, dict) else None
+    return target
+
+
+def _number(text: str, allows_fractions: bool) -> str | None:
+    """Return a number that JSON writes differently, such as 007 or .5; or 3.0, if it must be an integer."""
+    try:
+        value = int(text) if _INTEGER.fullmatch(text) else float(text)
+    except ValueError:  # too many digits
+        return None
+    if isinstance(value, float):
+        if not allows_fractions and value.is_integer():
+            return str(int(value))
+        if not allows_fractions or value in (float("inf"), float("-inf")):
+            return None
+    return json.dumps(value)
+
+
+def _python_value(text: str) -> str | None:
+    """Return JSON of a list or dict of Python; nothing is evaluated."""
+    pieces: list[str] = []
+    reader = read_value(text[0], pieces.append, PYTHON)
+    try:
+        next(reader)
+        for character in text[1:]:
+            reader.send(character)
+    except (StopIteration, MalformedError):  # it ends early, or is no value
+        return None
+    try:
+        reader.send(" ")
+    except StopIteration:
+        return "".join(pieces)
+    except MalformedError:
+        return None
+    return None
 
 
 def _refuse(name: str) -> NoReturn:

@@ -6,6 +6,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fastinfer.server.parsing.argument_types import ArgumentType, ArgumentTypes
 from fastinfer.server.parsing.events import Event, ToolCallArguments, ToolCallStart
 from fastinfer.server.parsing.value_reader import MalformedError
 
@@ -34,6 +35,7 @@ class CallWriter:
         self._emit = emit
         self._parameters = None if tools is None else dict(map(_name_and_parameters, tools))
         self._short_ids = short_ids
+        self._types: dict[str, ArgumentTypes] = {}
 
     def start(self, name: str, known_only: bool = False) -> None:
         """Begin a call.
@@ -57,10 +59,14 @@ class CallWriter:
         if text:
             self._emit(ToolCallArguments(self.num_calls - 1, text))
 
-    def schema(self, name: str, key: str) -> Any:
-        """Return the JSON schema of an argument; ``None`` if it is not known."""
-        properties = ((self._parameters or {}).get(name) or {}).get("properties")
-        return properties.get(key) if isinstance(properties, Mapping) else None
+    def argument_type(self, name: str, key: str) -> ArgumentType:
+        """Return the type of an argument."""
+        parameters = (self._parameters or {}).get(name)
+        if parameters is None:
+            return ArgumentType()
+        if name not in self._types:
+            self._types[name] = ArgumentTypes(parameters)
+        return self._types[name][key]
 
     def _new_id(self) -> str:
         if self._short_ids:

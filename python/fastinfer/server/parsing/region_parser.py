@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fastinfer.server.parsing.argument_types import is_string, to_json
+from fastinfer.server.parsing.argument_types import ArgumentType
 from fastinfer.server.parsing.call_readers import read_calls
 from fastinfer.server.parsing.call_writer import CallWriter
 from fastinfer.server.parsing.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -35,9 +36,10 @@ class OutputParser:
         self._patterns = (*(region.open for region in self._regions), *spec.dropped)
         self._found: list[Event] = []
         self._calls = CallWriter(self._found.append, tools, spec.short_ids)
+        self._passed: set[Region] = set()  # passages that have begun
         self._is_fresh = True  # only reasoning has come before
         reasoning = spec.reasoning if spec.starts_reasoning else None
-        self._reader: _Reader = self._passage(reasoning) if reasoning else self._text(skips_blanks=False)
+        self._reader: _Reader = self._unmarked(reasoning) if reasoning else self._text(skips_blanks=False)
         self._feed(begun)
         self.finish()
         self._reader.restart()
@@ -110,12 +112,23 @@ class OutputParser:
             self._is_fresh = False
             self._found.append(TextDelta(text))
 
+    def _emit_outside(self, text: str) -> None:
+        """Pass on text outside the regions."""
+        if self._spec.drops_text:
+            self._is_fresh = self._is_fresh and not text
+        else:
+            self._emit_text(text)
+
     def _emit_reasoning(self, text: str) -> None:
         self._found.append(ReasoningDelta(text))
 
     def _text(self, skips_blanks: bool = True) -> "_PassageReader":
         """Return a reader of the answer's text, up to the next region."""
-        return _PassageReader(self._patterns, self._emit_text, self._enter, skips_blanks, self._is_fresh)
+        return _PassageReader(self._patterns, self._emit_outside, self._enter, skips_blanks, self._is_fresh)
+
+    def _malformed(self) -> "_PassageReader":
+        """Return a reader of what follows the beginning of something that is no call: text, up to the next region."""
+        return _PassageReader(self._patterns, self._emit_text, self._enter, skips_blanks=False)
 
     def _enter(self, match: Match) -> "_Reader":
         """Return the reader of what follows an opening marker."""
@@ -137,13 +150,27 @@ class OutputParser:
             body,
             self._emit_text,
             end=lambda: self._behind_calls(region),
-            fail=lambda: self._text(skips_blanks=False),
+            fail=self._malformed,
         )
 
     def _passage(self, region: Region) -> "_PassageReader":
         """Return a reader of a region of reasoning or text."""
         emit = self._emit_reasoning if region.content is Passage.REASONING else self._emit_text
+        if region.join and region in self._passed:
+            emit(region.join)
+        self._passed.add(region)
         return _PassageReader((region.close,) if region.close else (), emit, lambda _: self._text())
+
+    def _unmarked(self, region: Region) -> "_PassageReader":
+        """Return a reader of reasoning that nothing has opened. The model may still do so, as the first thing in it."""
+
+        def enter(match: Match) -> _Reader:
+            if match.pattern == 0:
+                return self._passage(region)
+            self._passed.add(region)
+            return self._text()
+
+        return _PassageReader(region.markers_if_begun, self._emit_reasoning, enter, at_beginning=True)
 
     def _behind_calls(self, region: Region) -> "_PassageReader":
         """Return a reader of what follows a region's calls: the closing marker, or whatever the model adds."""
@@ -154,7 +181,7 @@ class OutputParser:
         def enter(match: Match) -> _Reader:
             return self._text() if match.pattern == last else self._enter(match)
 
-        return _PassageReader((*self._patterns, region.close), self._emit_text, enter)
+        return _PassageReader((*self._patterns, region.close), self._emit_outside, enter)
 
     def _tagged(self, region: Region, content: TaggedArguments, name: str, marker: str) -> "_Reader":
         """Return a reader of arguments between tags."""
@@ -163,46 +190,61 @@ class OutputParser:
             self._calls.start(name)
         except MalformedError:
             self._emit_text(marker)
-            return self._text(skips_blanks=False)
+            return self._malformed()
         self._calls.write("{")
-        return self._next_argument(region, content, name, separator="")
+        return self._between_arguments(_TaggedCall(name, content, content.markers(region.close)), separator="")
 
-    def _next_argument(self, region: Region, content: TaggedArguments, name: str, separator: str) -> "_Reader":
+    def _between_arguments(self, call: "_TaggedCall", separator: str) -> "_Reader":
         """Return a reader up to the next argument, or up to the end of the call."""
+        return _PassageReader(
+            call.markers, self._emit_text, lambda match: self._behind_argument(call, separator, match)
+        )
 
-        def enter(match: Match) -> _Reader:
-            if match.pattern == 1:
-                self._calls.write("}")
-                return self._text()
-            key = match.groups.get("key", "")
-            self._calls.write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            return self._argument(content, self._calls.schema(name, key), after_argument)
+    def _behind_argument(self, call: "_TaggedCall", separator: str, match: Match) -> "_Reader":
+        """Return the reader of what follows a marker within a call, see :meth:`TaggedArguments.markers`."""
+        if match.pattern == 1:
+            return self._between_arguments(call, separator)
+        if match.pattern == 2:
+            self._calls.write("}")
+            return self._text()
+        key = match.groups.get("key", "")
+        self._calls.write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        return self._argument(call, self._calls.argument_type(call.name, key))
 
-        def after_argument(match: Match) -> _Reader:
-            return self._next_argument(region, content, name, separator=", ")
-
-        patterns = (content.open, region.close) if region.close else (content.open,)
-        return _PassageReader(patterns, self._emit_text, enter)
-
-    def _argument(self, content: TaggedArguments, schema: Any, after: "_Enter") -> "_Reader":
+    def _argument(self, call: "_TaggedCall", kind: ArgumentType) -> "_Reader":
         """Return a reader of one argument. Strings are passed on as they come, others once they are complete."""
-        if is_string(schema):
+        if kind.is_string or (kind.names is None and not call.content.reads_json):
             self._calls.write('"')
 
             def end_string(match: Match) -> _Reader:
                 self._calls.write('"')
-                return after(match)
+                return self._behind_argument(call, ", ", match)
 
             return _PassageReader(
-                (content.close,), lambda text: self._calls.write(escape(text)), end_string, skips_blanks=False
+                call.markers, lambda text: self._calls.write(escape(text)), end_string, skips_blanks=False
             )
         pieces: list[str] = []
 
         def end_value(match: Match) -> _Reader:
-            self._calls.write(to_json("".join(pieces), schema))
-            return after(match)
+            self._calls.write(kind.to_json("".join(pieces)))
+            return self._behind_argument(call, ", ", match)
 
-        return _PassageReader((content.close,), pieces.append, end_value, skips_blanks=False)
+        return _PassageReader(call.markers, pieces.append, end_value, skips_blanks=False)
+
+
+@dataclass(frozen=True)
+class _TaggedCall:
+    """A call with arguments between tags.
+
+    Attributes:
+        name: the tool's name.
+        content: how the arguments are written.
+        markers: what ends a value.
+    """
+
+    name: str
+    content: TaggedArguments
+    markers: tuple[str, ...]
 
 
 def begun_answer(spec: ParserSpec, prompt: str) -> str:
@@ -251,7 +293,7 @@ class _PassageReader:
         emit: receives the text.
         enter: makes the reader that follows a marker.
         skips_blanks: whether white space at the beginning is dropped.
-        at_beginning: whether ``^`` matches.
+        at_beginning: whether ``^`` matches before any text.
     """
 
     def __init__(
@@ -288,6 +330,7 @@ class _PassageReader:
             text = text.lstrip()
         if text:
             self._skips_blanks = False
+            self._at_beginning = self._at_beginning and not text.strip()
             self.emit(text)
         if self._search.match is not None and self.successor is None:
             self.successor = (self._enter(self._search.match), self._search.rest)

@@ -28,6 +28,20 @@ _PASSAGES = {
     "reasoning_content": Passage.REASONING,
     "content": Passage.TEXT,
 }
+# Keys of a template and of a field, and arguments of each kind of content. Most are read below; ``defaults``,
+# ``optional``, ``repeats`` and ``transform_each`` need nothing here.
+_KEYS = frozenset({"version", "defaults", "fields", "start_anchor"})
+_FIELD_KEYS = frozenset(
+    {"open", "open_pattern", "close", "close_pattern", "content", "content_args"}
+    | {"repeats", "join", "optional", "transform", "transform_each"}
+)
+_CONTENT_ARGS = {
+    "json": frozenset({"string_delims", "unquoted_keys"}),
+    "xml-inline": frozenset({"tag_pattern", "value_parser"}),
+}
+_DEFAULT_ARGS = {"strip": True, "merge_duplicates": False, "allow_non_json": False}
+# The only parser of values that is implemented: without one they are strings.
+_JSON_VALUES = {"name": "json", "args": {"allow_non_json": True}}
 _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 _VALUE_GROUP = re.compile(r"\(\?P<value>[^()]*\)")
 _STARTS_OPEN = re.compile(r"\(\?:\^\|(.*)\)", re.DOTALL)
@@ -46,30 +60,39 @@ def read_response_template(template: object) -> ParserSpec:
         raise UnsupportedModelError(f"response_template: expected version 1, got {show(template['version'])}")
     if "start_anchor" not in template:
         raise UnsupportedModelError("response_template: expected a start_anchor, got none or a pattern")
+    _check_keys(template, _KEYS, "response_template")
     regions: list[Region] = []
     dropped: tuple[str, ...] = ()
     starts_reasoning = False
+    drops_text = True  # as no field takes the text outside the others
     for name, field in template["fields"].items():
         place = f"response_template.fields.{name}"
         if not isinstance(field, dict):
             raise CheckpointFormatError(f"{place}: expected an object, got {show(field)}")
+        _check_keys(field, _FIELD_KEYS, place)
         content = _content(name, field, place)
-        opening, closing = _marker(field, "open", place), _marker(field, "close", place)
+        opening, closing, join = _marker(field, "open", place), _marker(field, "close", place), _join(field, place)
         if opening is None:
-            if content is not Passage.TEXT:
-                raise UnsupportedModelError(f"{place}: expected a marker that opens it; only content can do without")
+            if content is not Passage.TEXT or join:
+                raise UnsupportedModelError(
+                    f"{place}: expected a marker that opens it; only content without a join can do without"
+                )
             dropped = () if closing is None else (closing,)
+            drops_text = False
             continue
         if match := _STARTS_OPEN.fullmatch(opening):
-            opening, starts_reasoning = match[1], content is Passage.REASONING
+            opening = match[1]
+            starts_reasoning = starts_reasoning or content is Passage.REASONING
+            drops_text = drops_text and content is not Passage.TEXT
         end_text = _texts(field["close"], place)[0] if "close" in field else ""
-        regions.append(Region(_with_blanks(opening), closing, content, end_text))
+        regions.append(Region(_with_blanks(opening), closing, content, end_text, join=join))
     spec = ParserSpec(
         regions=tuple(regions),
         start_anchors=_texts(template["start_anchor"], "response_template.start_anchor"),
         starts_reasoning=starts_reasoning,
         dropped=dropped,
         markers=_literal_markers(template["fields"]),
+        drops_text=drops_text,
     )
     _check_patterns(spec)
     return spec
@@ -80,9 +103,14 @@ def _content(name: str, field: dict[str, Any], place: str) -> Passage | Calls:
     kind, options = field.get("content", "text"), field.get("content_args", {})
     if not isinstance(options, dict):
         raise CheckpointFormatError(f"{place}.content_args: expected an object, got {show(options)}")
+    known = _CONTENT_ARGS.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
+    changed = dict(item for item in options.items() if item not in _DEFAULT_ARGS.items())
+    _check_keys(changed, known, f"{place}.content_args")
     if name in _PASSAGES:
         if kind != "text":
             raise UnsupportedModelError(f"{place}.content: expected text, got {show(kind)}")
+        if field.get("transform") not in (None, "{content}"):
+            raise UnsupportedModelError(f"{place}.transform: expected none, got {show(field['transform'])}")
         return _PASSAGES[name]
     if name != "tool_calls":
         raise UnsupportedModelError(f"{place}: expected {', '.join(_PASSAGES)} or tool_calls, got another field")
@@ -98,6 +126,20 @@ def _content(name: str, field: dict[str, Any], place: str) -> Passage | Calls:
         keys = [text.removeprefix("{").removesuffix("}").removeprefix("content.") for text in (tool, arguments)]
         return CallObjects(keys[0], (keys[1],), ("id", "type", "tool_call_id"), syntax=syntax)
     raise UnsupportedModelError(f"{place}: tool calls with content {show(kind)} and this transform are not implemented")
+
+
+def _check_keys(found: dict[str, Any], known: frozenset[str], place: str) -> None:
+    """Require that a part of the template has no other keys than those that are read."""
+    if others := [key for key in found if key not in known]:
+        raise UnsupportedModelError(f"{place}: expected {', '.join(sorted(known)) or 'nothing'}, got {show(others[0])}")
+
+
+def _join(field: dict[str, Any], place: str) -> str:
+    """Return the text between several regions of a field."""
+    join = field.get("join")
+    if not isinstance(join, str | None):
+        raise CheckpointFormatError(f"{place}.join: expected a string, got {show(join)}")
+    return join or ""
 
 
 def _delimiters(options: dict[str, Any], place: str) -> tuple[tuple[str, str], ...]:
@@ -129,7 +171,12 @@ def _tagged(options: dict[str, Any], place: str) -> TaggedArguments:
         raise UnsupportedModelError(
             f"{place}.content_args.tag_pattern: expected groups key, value, got {show(pattern)}"
         )
-    return TaggedArguments(parts[0], parts[1])
+    values = options.get("value_parser")
+    if values not in (None, _JSON_VALUES):
+        raise UnsupportedModelError(
+            f"{place}.content_args.value_parser: expected none or {show(_JSON_VALUES)}, got {show(values)}"
+        )
+    return TaggedArguments(parts[0], parts[1], reads_json=values is not None)
 
 
 def _marker(field: dict[str, Any], name: str, place: str) -> str | None:
@@ -173,10 +220,10 @@ def _check_patterns(spec: ParserSpec) -> None:
     try:
         compile_patterns((*(region.open for region in spec.regions), *spec.dropped))
         for region in spec.regions:
-            closing = (region.close,) if region.close else ()
             if isinstance(region.content, TaggedArguments):
-                compile_patterns((region.content.open, *closing))
-                compile_patterns((region.content.close,))
-            compile_patterns(closing)
+                compile_patterns(region.content.markers(region.close))
+            compile_patterns((region.close,) if region.close else ())
+            if spec.starts_reasoning:
+                compile_patterns(region.markers_if_begun)
     except PatternError as error:
         raise UnsupportedModelError(f"response_template: {error}") from None

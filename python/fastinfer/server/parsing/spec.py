@@ -44,16 +44,22 @@ class ArgumentsObject:
 class TaggedArguments:
     """Arguments between markers, as in ``<parameter=city>Paris</parameter>``.
 
-    The tool's name is the group ``name`` of the region's opening marker. A value becomes what the tool's schema says;
-    without a schema it is read as JSON, and as a string if it is none.
+    The tool's name is the group ``name`` of the region's opening marker. A value becomes what the tool's schema says.
 
     Attributes:
         open: regular expression of what begins an argument; its group ``key`` is the name of the argument.
-        close: regular expression of what ends it.
+        close: regular expression of what ends it. A model may leave it out before the next argument and at the end.
+        reads_json: whether a value of which the schema does not say the type is read as JSON, and as a string if it is
+            none; otherwise it is a string.
     """
 
     open: str
     close: str
+    reads_json: bool = True
+
+    def markers(self, end: str | None) -> tuple[str, ...]:
+        """Return the expressions of what follows a value: the next argument, its own end, and the end of the call."""
+        return (rf"\n?(?:{self.open})", self.close, *([] if end is None else [end]))
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Region:
             ``body``, at the end of the marker, belongs to the region too.
         close: what ends it; ``None`` for the end of the text.
         content: what is in it.
+        join: text between this region and an earlier one of its kind, if it is passed on as text.
         end_text, begin_text: texts that end and begin it, for grammars that let a model write the region; "" if none is
             known.
     """
@@ -82,11 +89,17 @@ class Region:
     content: Passage | Calls
     end_text: str = ""
     begin_text: str = ""
+    join: str = ""
 
     @property
     def has_calls(self) -> bool:
         """Whether the region contains tool calls."""
         return not isinstance(self.content, Passage)
+
+    @property
+    def markers_if_begun(self) -> tuple[str, ...]:
+        """Expressions of what may still open a region that has begun, as the first thing in it, and of what ends it."""
+        return (f"^(?:{self.open})", *([] if self.close is None else [self.close]))
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,7 @@ class ParserSpec:
         markers: the literal texts in the markers.
         short_ids: whether ids of calls are nine letters and digits, as Mistral's templates require.
         only_calls: whether calls are forced, so that there is no text beside them.
+        drops_text: whether text outside the regions is dropped.
     """
 
     regions: tuple[Region, ...]
@@ -133,6 +147,7 @@ class ParserSpec:
     markers: tuple[str, ...] = ()
     short_ids: bool = False
     only_calls: bool = False
+    drops_text: bool = False
 
     @property
     def reasoning(self) -> Region | None:

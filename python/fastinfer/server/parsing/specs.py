@@ -37,6 +37,8 @@ _ANCHORS = (
 _GEMMA4_VALUES = Syntax(delimiters=(('<|"|>', '<|"|>'),), bare_keys=True)
 _FUNCTION_GEMMA_VALUES = Syntax(delimiters=(("<escape>", "<escape>"),), bare_keys=True)
 _NAME = r"(?P<name>[\w.:/-]+)"
+# The end of a header, before which the model may name the kind of its content, such as json or code.
+_HARMONY_MESSAGE = r"\s*(?:<\|constrain\|>)?\w*\s*<\|message\|>"
 
 # Names of parsers that stand for none of those below.
 AUTO, OFF = "auto", "none"
@@ -149,13 +151,13 @@ SPECS: dict[str, ParserSpec] = {
     "harmony": ParserSpec(
         regions=(
             Region(
-                rf"(?:<\|channel\|>commentary\s*)?to=functions\.{_NAME}(?:<\|channel\|>\w+)?"
-                r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>",
+                r"(?:<\|channel\|>(?:analysis|commentary)\s*)?"
+                rf"to=functions\.{_NAME}(?:<\|channel\|>\w+)?{_HARMONY_MESSAGE}",
                 r"\s*<\|call\|>",
                 ArgumentsObject(),
             ),
-            Region(r"<\|channel\|>analysis<\|message\|>", r"<\|end\|>", Passage.REASONING),
-            Region(r"<\|channel\|>(?:final|commentary)<\|message\|>", r"<\|(?:end|return)\|>", Passage.TEXT),
+            Region(rf"<\|channel\|>analysis{_HARMONY_MESSAGE}", r"<\|end\|>", Passage.REASONING),
+            Region(rf"<\|channel\|>(?:final|commentary){_HARMONY_MESSAGE}", r"<\|(?:end|return)\|>", Passage.TEXT),
         ),
         start_anchors=_ANCHORS,
         dropped=(r"<\|start\|>assistant\s?",),
