@@ -60,6 +60,7 @@ def store_kv_cache(
             [0., 0.]])
     """
     inference_only("store_kv_cache", "k v", k, v)
+    inference_only("store_kv_cache", "k_cache v_cache", k_cache, v_cache)
     ops.store_kv_cache.default(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -148,7 +149,8 @@ def paged_attention(
     >>> torch.equal(ops.paged_attention(q[4:], k_cache, v_cache, *lengths), out[4:])
     True
     """
-    inference_only("paged_attention", "q", q)
+    inference_only("paged_attention", "q lse", q, lse)
+    inference_only("paged_attention", "k_cache v_cache", k_cache, v_cache)
     if scale is None:
         scale = max(q.shape[-1] if q.dim() else 1, 1) ** -0.5  # empty heads and scalars are refused below
     args = (
@@ -239,4 +241,5 @@ def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -
     True
     """
     inference_only("merge_attention_states", "a b", a, b)
+    inference_only("merge_attention_states", "a_lse b_lse", a_lse, b_lse)
     return ops.merge_attention_states.default(a, a_lse, b, b_lse)

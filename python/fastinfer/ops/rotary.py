@@ -256,6 +256,7 @@ def norm_rotary_store(
     """
     inference_only("norm_rotary_store", "q k", q, k)
     inference_only("norm_rotary_store", "v", v)
+    inference_only("norm_rotary_store", "k_cache v_cache", k_cache, v_cache)
     ops.norm_rotary_store.default(
         q,
         k,
@@ -334,7 +335,7 @@ def latent_rotary_store(
     True
     """
     inference_only("latent_rotary_store", "q_latent q_rope", q_latent, q_rope)
-    inference_only("latent_rotary_store", "kv", kv)
+    inference_only("latent_rotary_store", "kv cache", kv, cache)
     return ops.latent_rotary_store.default(
         q_latent,
         q_rope,
