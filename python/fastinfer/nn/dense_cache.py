@@ -58,6 +58,8 @@ def dense_cache_attention(
             f"[batch, 1, 1, 1 or 2]), got {visible.dtype} of {tuple(visible.shape)}"
         )
     batch, length, q_heads, head_dim = q.shape
+    if batch == 0 or length == 0:
+        return q.new_empty([batch, length, q_heads, v.shape[-1]])
     kv_heads, cached = k.shape[1:3]
     sequences, group, device = batch * kv_heads, q_heads // max(kv_heads, 1), q.device
     # Torch calls slow down decoding on the CPU, so none is made without need: with one query each, rows are in order.
