@@ -78,7 +78,7 @@ def dense_cache_attention(
             first = bounds[:, :1]
             table = table * cached + first + torch.arange(cached, dtype=torch.int32, device=device)
             lengths, page = lengths - first[:, 0], 1
-    lse = None if sinks is None else torch.empty(rows.shape[:2], device=device)
+    lse = None if sinks is None else torch.empty(rows.shape[:2], dtype=torch.float32, device=device)
     out = ops.paged_attention(
         rows,
         k.contiguous().view(-1, page, 1, head_dim),

@@ -120,7 +120,7 @@ def cos_sin_cache(
         raise ValueError(f"scaling.kind must be {kinds}, got {scaling.kind!r}")
     if frequency_factors is not None:
         frequencies = frequencies / frequency_factors.double()
-    table = torch.empty(max_position, rotary_dim)
+    table = torch.empty(max_position, rotary_dim, dtype=torch.float32)
     cos, sin = table.chunk(2, dim=-1)
     positions = torch.arange(max_position, dtype=torch.float64)
     for start in range(0, max_position, TABLE_SLICE):  # a long table at once would need four times its size in fp64
