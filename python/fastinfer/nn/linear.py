@@ -67,7 +67,7 @@ class QuantLinear(ExactBuffers, nn.Linear):
 
     The state dictionary has the packed weight (``qweight``, ``scales`` and, for int4, ``mins``) in the CPU's layout of
     :mod:`fastinfer.ops.pack`, whatever the device. A state dictionary with a dense ``weight`` is quantised while it is
-    loaded.
+    loaded, with ``assign=True`` on the device of that weight.
 
     Args:
         in_features: number of inputs, a multiple of 32 and of ``group_size``.
