@@ -1,5 +1,8 @@
 #include "attention/paged_attention.h"
 
+#include <cfloat>
+#include <cstdint>
+
 #include "attention/kv_cache_binding.h"
 #include "attention/paged_attention_plan.h"
 #include "binding/batch_invariant.h"
@@ -84,6 +87,14 @@ void check_lengths(const Checks& check, const PagedAttentionParams& p, int64_t t
   }
 }
 
+// From 2^127 on the kernels' softcap * log2(e) would be infinite, and below the smallest normal number its inverse.
+float checked_softcap(const Checks& check, double softcap) {
+  const auto cap = static_cast<float>(softcap);
+  check.require(softcap == 0 || (cap >= FLT_MIN && cap < 0x1p127f),
+                "softcap must be 0 (none), or positive, normal and below 2^127 in fp32, got ", softcap);
+  return cap;
+}
+
 // Longer than any sequence, and no overflow where it is subtracted from a position.
 int clamp_window(int64_t window) {
   return static_cast<int>(std::min<int64_t>(window, 1 << 30));
@@ -138,7 +149,6 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
   check.require(head_dim > 0 && block_size > 0, "k_cache must have a block size and a head size, got ",
                 format_shape(k_cache.sizes()));
   check.require(window >= 0, "window must be 0 (none) or positive, got ", window);
-  check.require(softcap >= 0, "softcap must be 0 (none) or positive, got ", softcap);
   for (const auto& [t, name] :
        {std::pair{&block_table, "block_table"}, {&seq_lens, "seq_lens"}, {&query_start, "query_start"}}) {
     check.dtype(*t, name, ScalarType::Int);
@@ -167,7 +177,7 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
       .value_dim = static_cast<int>(value_dim),
       .window = clamp_window(window),
       .scale = static_cast<float>(scale),
-      .softcap = static_cast<float>(softcap),
+      .softcap = checked_softcap(check, softcap),
       .dtype = check.float_dtype(q, "q"),
       .table_per_head = table_per_head,
       .m = tokens,
@@ -207,8 +217,8 @@ Tensor paged_attention_plan(const Tensor& seq_lens, const Tensor& query_start, i
   check.dtype(query_start, "query_start", ScalarType::Int);
   check.contiguous(seq_lens, "seq_lens");
   check.contiguous(query_start, "query_start");
-  check.require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads must be a multiple of kv_heads, ",
-                kv_heads, ", got ", q_heads);
+  check.require(kv_heads > 0 && q_heads > 0 && q_heads <= INT32_MAX && q_heads % kv_heads == 0,
+                "q_heads must be a multiple of kv_heads, ", kv_heads, ", and at most ", INT32_MAX, ", got ", q_heads);
   check.require(window >= 0, "window must be 0 (none) or positive, got ", window);
   const cuda::Device* const gpu = gpu_of(seq_lens);
   if (gpu == nullptr) return new_tensor(seq_lens, {0});  // the CPU kernel plans as it goes

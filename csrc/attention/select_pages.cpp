@@ -1,5 +1,6 @@
 #include "attention/select_pages.h"
 
+#include <cstdint>
 #include <tuple>
 
 #include "binding/checks.h"
@@ -37,7 +38,8 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, c
   const int64_t seqs = block_table.size(0), max_blocks = block_table.size(1);
   check.shape(seq_lens, "seq_lens", {seqs});
   check.shape(query_start, "query_start", {seqs + 1});
-  check.require(block_size > 0, "block_size must be positive, got ", block_size);
+  check.require(block_size > 0 && block_size <= INT32_MAX, "block_size must be positive and at most ", INT32_MAX,
+                ", got ", block_size);
   check.require(num_pages >= 4, "num_pages must be at least 4, got ", num_pages);
   check.dtype(bounds, "bounds", ScalarType::BFloat16);
   check.contiguous(bounds, "bounds");

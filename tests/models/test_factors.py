@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from support.families import SIZES, expected, load, make_model, some_tokens
 from support.gguf_model_file import write_gguf
+from support.helpers import assert_bitwise, default_dtype
 from support.teacher_forcing import log_probabilities
 from torch import Tensor
 
@@ -126,6 +127,17 @@ def test_muse_glimmer(changes: dict[str, Any], tmp_path: Path) -> None:
     got = log_probabilities(decoder, some_tokens(), "float32")
     assert (got - logits_of(model)).abs().max() < 1e-4
     assert len(set(got.argmax(-1).tolist())) > 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [muse_glimmer, lambda: make_model("granite")], ids=["muse glimmer", "granite"])
+def test_weights_that_no_file_has(make: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of norms without a weight, and of factors: not in torch's default dtype."""
+    make().save_pretrained(tmp_path)
+    wanted = log_probabilities(load(tmp_path), some_tokens(), "float32")
+    with default_dtype(dtype):
+        decoder = load(tmp_path)
+    assert_bitwise(log_probabilities(decoder, some_tokens(), "float32"), wanted)
 
 
 def test_muse_glimmer_without_lists(tmp_path: Path) -> None:

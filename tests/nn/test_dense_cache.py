@@ -86,3 +86,12 @@ def test_strided_caches(device: str) -> None:
     q, cache = torch.randn(2, 1, 4, 64).bfloat16().to(device), torch.randn(2, 2, 64, 64).bfloat16().to(device)
     for k in (cache[:, :, 10:50], cache.transpose(1, 2).contiguous().transpose(1, 2)):
         assert torch.equal(dense_cache_attention(q, k, k), dense_cache_attention(q, k.contiguous(), k.contiguous()))
+
+
+@pytest.mark.parametrize("wants", ["k", "v"])
+def test_keys_and_values_that_require_grad_are_refused(wants: str) -> None:
+    """As from projections with adapters, while the queries' projection is frozen."""
+    q, caches = torch.randn(1, 3, 2, 64), {name: torch.randn(1, 2, 3, 64) for name in ("k", "v")}
+    caches[wants].requires_grad_()
+    with pytest.raises(RuntimeError, match=f"paged_attention is an inference kernel .*{wants}_cache requires grad"):
+        dense_cache_attention(q, **caches)

@@ -76,6 +76,19 @@ def test_transposed_inputs(kind: str) -> None:
     assert torch.equal(layer(x), layer(x.contiguous()))
 
 
+SIZES = [("dense", 5, 1), *((kind, rows, 96) for kind in ("dense", *KINDS) for rows in (0, 1, 5))]
+
+
+@pytest.mark.parametrize(("kind", "rows", "columns"), SIZES)
+def test_transposed_inputs_of_any_size(kind: str, rows: int, columns: int) -> None:
+    """One column, or no row, counts as contiguous, whatever its stride."""
+    layer = Linear(columns, 16) if kind == "dense" else QuantLinear.from_linear(nn.Linear(columns, 16), kind)
+    x = torch.randn(columns, 5)[:, :rows].T
+    copy = torch.empty(rows, columns).copy_(x)
+    assert torch.equal(layer(x), layer(copy))
+    assert torch.equal(layer(x[:, None]), layer(copy)[:, None])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_state(kind: str, bias: bool) -> None:
@@ -109,9 +122,35 @@ def test_from_meta(kind: str) -> None:
     layer, _ = make(kind)
     empty = QuantLinear(96, 50, kind=kind, device="meta").to_empty(device="cpu")
     empty.load_state_dict(layer.state_dict())
-    if kind == "nf4":
-        empty.table.copy_(NF4_TABLE)  # not in the state, and so not loaded
     assert torch.equal(empty.dequantize(), layer.dequantize())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dense_state", [True, False])
+def test_assigned_to_meta(kind: str, dense_state: bool) -> None:
+    """The state's tensors become the layer's, on their own device, as in nn.Linear."""
+    layer, dense = make(kind)
+    empty = QuantLinear(96, 50, kind=kind, device="meta")
+    empty.load_state_dict((dense if dense_state else layer).state_dict(), assign=True)
+    x = torch.randn(4, 96)
+    assert torch.equal(empty(x), layer(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_made_under_meta(kind: str) -> None:
+    with torch.device("meta"):
+        layer, x = QuantLinear(96, 50, kind=kind), torch.empty(3, 96)
+    assert layer(x).shape == (3, 50)
+
+
+def test_copied_to_meta() -> None:
+    """Nothing to copy into: the warning of nn.Linear."""
+    _, dense = make("int4")
+    empty = QuantLinear(96, 50, device="meta")
+    with pytest.warns(UserWarning, match="copying from a non-meta parameter .* is a no-op") as warnings:
+        empty.load_state_dict(dense.state_dict())
+    assert {str(warning.message).split()[1] for warning in warnings} == {"qweight:", "scales:", "mins:", "bias:"}
+    assert empty.qweight.is_meta
 
 
 def test_equal_and_large_weights() -> None:
@@ -128,6 +167,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "bits": ("activation_bits must be 8, 16 or 32, got 4", {"activation_bits": 4}),
     "group": ("group_size must be a multiple of 32 that divides in_features, got 64 for 96", {"group_size": 64}),
     "small group": ("multiple of 32", {"group_size": 16}),
+    "negative group": ("multiple of 32 that divides in_features, got -32 for 96", {"group_size": -32}),
     "inputs": ("got 32 for 100", {"in_features": 100}),
 }
 

@@ -85,6 +85,17 @@ def test_attention_state(quantize: str | None) -> None:
     assert torch.equal(other(x)[0], attention(x)[0])
 
 
+@pytest.mark.parametrize("quantize", ["int4", "nf4"])
+def test_dense_states_assigned_to_meta(quantize: str) -> None:
+    x = torch.randn(2, 5, 64)
+    for make in (make_mlp, make_attention):
+        with torch.device("meta"):
+            empty = make(quantize)
+        empty.load_state_dict(make().state_dict(), assign=True)
+        ours, expected = (torch.utils._pytree.tree_leaves(module(x))[0] for module in (empty, make(quantize)))
+        assert torch.equal(ours, expected)
+
+
 @pytest.mark.parametrize("family", ["llama2", "llama-biases", "qwen2", "qwen3", "gemma2", "gemma3", "mistral"])
 def test_states_of_transformers(family: str) -> None:
     """A replaced model's state is the original's, name by name and bit by bit."""
@@ -122,6 +133,37 @@ def test_the_cache_has_two_names(name: str) -> None:
     cache = DynamicCache()
     parts = [attention(part, **{name: cache})[0] for part in x.split([3, 2], 1)]
     close(torch.cat(parts, 1), attention(x)[0])
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0), (0, 0)])
+@pytest.mark.parametrize("norms", [True, False])
+def test_no_tokens(batch: int, length: int, norms: bool) -> None:
+    attention, cache = make_attention(norms=norms), DynamicCache()
+    rotary = RotaryEmbedding(ops.cos_sin_cache(32, 50))
+    x, positions = torch.zeros(batch, length, 64), torch.zeros(batch, length, dtype=torch.int64)
+    cos, sin = torch.ones(2, batch, length, 32)
+    visible = torch.zeros(batch, 1, 1, 2, dtype=torch.int32)
+    for embedding in (None, rotary(x, positions), (cos, sin)):
+        for mask in (None, visible):
+            assert attention(x, embedding, mask, DynamicCache())[0].shape == (batch, length, 64)
+    if batch:
+        attention(torch.randn(batch, 3, 64), cache=cache)
+        assert attention(x, cache=cache)[0].shape == (batch, length, 64)
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_one_norm_alone(name: str) -> None:
+    attention, norm = make_attention(), RMSNorm(32)
+    nn.init.normal_(norm.weight)
+    setattr(attention, name, norm)
+    x = torch.randn(1, 5, 64)
+    heads = dict(
+        zip(("q_norm", "k_norm", "v"), attention.qkv_proj(x).view(1, 5, 8, 32).split([4, 2, 2], 2), strict=True)
+    )
+    heads[name] = norm(heads[name])
+    q, k, v = (t.transpose(1, 2) for t in heads.values())
+    attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    close(attention(x)[0], attention.o_proj(attended.transpose(1, 2).flatten(2)))
 
 
 def test_errors() -> None:

@@ -20,12 +20,12 @@ CALLS = dict(ALL_CALLS)  # the last call of each operator
 ACTIVATIONS = {"x", "residual", "q", "k", "v", "logits", "y", "x_scales", "merge_attention_states.a"}
 ACTIVATIONS |= {"q_latent", "q_rope", "kv"}
 ACTIVATIONS |= {"merge_attention_states.b", "gate", "qkv", "z", "gated_delta_rule.a", "gated_delta_rule.b"}
-ACTIVATIONS |= {"gates", "xbc", "dt"}
+ACTIVATIONS |= {"gates", "xbc", "dt", "k_cache", "v_cache", "cache", "lse", "a_lse", "b_lse", "expert_weights"}
+ACTIVATIONS |= {"conv_state", "recurrent_state", "ssm_state", "bounds"}
 WEIGHTS = {"weight", "scales", "mins", "bias", "norm_weight", "q_norm_weight", "k_norm_weight", "table", "sinks"}
 WEIGHTS |= {"add_lora.a", "add_lora.b", "a_log", "dt_bias", "d"}
-OTHERS = {"cos_sin_cache", "k_cache", "v_cache", "k_scale", "v_scale", "lse", "a_lse", "b_lse", "expert_weights"}
-OTHERS |= {"temperature", "top_p", "min_p", "penalties", "bias_values", "conv_state", "recurrent_state", "ssm_state"}
-OTHERS |= {"query_scales", "cache", "scale", "bounds"}
+OTHERS = {"cos_sin_cache", "k_scale", "v_scale", "query_scales", "scale"}
+OTHERS |= {"temperature", "top_p", "min_p", "penalties", "bias_values"}
 
 
 def floats(name: str, kinds: set[str]) -> list[str]:

@@ -1,14 +1,16 @@
 """Fakes are exact: shape, dtype, stride and device of every result are those of the real call."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.op_calls import int32, op_calls
+from support.op_calls import int32, named, op_calls
 from support.quantized_gemm import random_weight
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastinfer import ops
@@ -91,3 +93,72 @@ def test_fake_equals_real(name: str, args: tuple[Any, ...]) -> None:
     with mode:
         fake = operator(*fakes)
     assert described(fake) == described(operator(*args))
+
+
+ONE_EACH = [pytest.param(*call, id=call[0]) for call in {name: (name, args) for name, args in op_calls()}.values()]
+
+
+def on_meta(args: tuple[Any, ...], there: set[int]) -> list[Any]:
+    """The arguments with those of these places on ``meta``."""
+    return [value.to("meta") if place in there else value for place, value in enumerate(args)]
+
+
+@pytest.mark.parametrize(("name", "args"), ONE_EACH)
+def test_one_tensor_on_meta_is_refused(name: str, args: tuple[Any, ...]) -> None:
+    """Such as a weight that was not loaded. Beside a group of ranks, which is in host memory, all others may be."""
+    packet = getattr(torch.ops.fastinfer, name)
+    tensors = {key: place for place, (key, value) in enumerate(named(name, args).items()) if isinstance(value, Tensor)}
+    result = packet.default(*copy.deepcopy(args)) if "out" in packet.overloads() else None
+    message = f"{name}: .* must be on the device of the other arguments, (cpu, got meta|meta, got cpu)"
+    for key, place in tensors.items():
+        if tensors.keys() - {key, "group"}:
+            with pytest.raises(RuntimeError, match=message):
+                packet.default(*on_meta(args, {place}))
+        if result is not None:
+            with pytest.raises(RuntimeError, match=message):
+                packet.out(*on_meta(args, {place}), out=result)
+    if result is not None:
+        with pytest.raises(RuntimeError, match=message):
+            packet.out(*args, out=result.to("meta"))
+
+
+def test_the_message_names_the_argument() -> None:
+    with pytest.raises(RuntimeError, match="gemm: weight must be on the device of the other arguments, cpu, got meta"):
+        ops.gemm(torch.ones(1, 64), torch.empty(32, 64, device="meta"))
+
+
+@pytest.mark.parametrize(("name", "args"), ONE_EACH)
+def test_all_tensors_on_meta(name: str, args: tuple[Any, ...]) -> None:
+    packet = getattr(torch.ops.fastinfer, name)
+    places = {place for place, value in enumerate(args) if isinstance(value, Tensor)}
+    results = packet.default(*on_meta(args, places))
+    expected = [(*shape, torch.device("meta")) for *shape, _ in described(packet.default(*copy.deepcopy(args)))]
+    assert described(results) == expected
+
+
+def test_a_group_in_host_memory() -> None:
+    """The ranks on GPUs have the table of their addresses there, and trace with it."""
+    group, mode = torch.zeros(64, dtype=torch.uint8), FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        x = torch.empty(5, 48, device="cuda")
+        assert torch.ops.fastinfer.all_reduce(x, mode.from_tensor(group), 0).device.type == "cuda"
+        with pytest.raises(RuntimeError, match=r"all_reduce: group must be .* cuda:0, got meta"):
+            torch.ops.fastinfer.all_reduce(x, torch.empty(64, dtype=torch.uint8, device="meta"), 0)
+
+
+@pytest.mark.parametrize(("name", "args"), ONE_EACH)
+def test_symbolic_rows_stay_symbolic(name: str, args: tuple[Any, ...]) -> None:
+    """No function and no fake fixes the size of a tensor's first dimension, such as the number of tokens."""
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+
+    def symbolic(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        sizes = [DimDynamic.DYNAMIC if place == 0 else DimDynamic.STATIC for place in range(value.dim())]
+        return mode.from_tensor(value, symbolic_context=StatelessSymbolicContext(sizes))
+
+    call = {key: symbolic(value) for key, value in named(name, args).items()}
+    with mode:
+        getattr(ops, name)(**call)
+    assert not [symbol for symbol, size in shapes.replacements.items() if size.is_number]

@@ -97,6 +97,19 @@ def test_options(window: int, softcap: float, sinks: bool, dtype: torch.dtype, d
     assert_attention(batch, window=window, softcap=softcap, sinks=sink_logits)
 
 
+@pytest.mark.parametrize("queries", [1, 700])
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e3, 1e6])
+def test_error_of_capped_logits(softcap: float, queries: int) -> None:
+    """Of a query that sees one position the lse is the logit, here an element of the query: nothing else is rounded."""
+    q, k = torch.zeros(queries, 4, 64), torch.zeros(1, 1, 2, 64)
+    q[..., 0], k[..., 0] = softcap * torch.randn(queries, 4), 1.0
+    ragged = torch.zeros(queries, 1).int(), torch.ones(queries).int(), torch.arange(queries + 1).int()
+    lse = torch.empty(queries, 4)
+    ops.paged_attention(q, k, k, *ragged, scale=1.0, softcap=softcap, lse=lse)
+    expected = softcap * torch.tanh(q[..., 0].double() / softcap)
+    torch.testing.assert_close(lse.double(), expected, rtol=0, atol=3e-7 * softcap)
+
+
 @fp32_or_bf16
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3])
 def test_scale(scale: float, dtype: torch.dtype, device: str) -> None:
@@ -605,6 +618,12 @@ BAD: dict[str, tuple[str, Any]] = {
     "lse dtype": ("lse", torch.zeros(3, 4).half()),
     "window negative": ("window", -1),
     "softcap negative": ("softcap", -1.0),
+    "softcap infinite": ("softcap", float("inf")),
+    "softcap infinite in fp32": ("softcap", 1e39),
+    "softcap whose product with log2(e) is infinite": ("softcap", 3e38),
+    "softcap whose inverse is infinite": ("softcap", 1e-40),
+    "softcap 0 in fp32": ("softcap", 1e-60),
+    "softcap not a number": ("softcap", float("nan")),
 }
 
 
@@ -651,6 +670,7 @@ BAD_PLAN: dict[str, dict[str, Any]] = {
     "seq_lens": {"seq_lens": torch.tensor([20, 32])},
     "query_start": {"query_start": int32(0, 3)},
     "q_heads": {"q_heads": 5},
+    "at most 2147483647": {"q_heads": 2**32 + 4},
     "window": {"window": -1},
 }
 

@@ -168,11 +168,22 @@ def test_plain_table() -> None:
         (64, RopeScaling("cubic"), "scaling.kind .*'cubic'"),
         (64, RopeScaling("yarn", 4.0), "original_max_position"),
         (64, RopeScaling("llama3", 4.0), "original_max_position"),
+        (4, RopeScaling("longrope", 2.0, 1, short_factors=(1.0, 1.0)), "at least 2 as original_max_position, got 1"),
+        (64, RopeScaling("linear", 0.0), "factor must be a positive, finite number, got 0.0"),
+        (64, RopeScaling("ntk", -2.0), "factor must be a positive, finite number, got -2.0"),
+        (64, RopeScaling("yarn", float("inf"), 8), "factor must be a positive, finite number, got inf"),
+        (64, RopeScaling("llama3", float("nan"), 8), "factor must be a positive, finite number, got nan"),
     ],
 )
 def test_table_errors(rotary_dim: int, scaling: RopeScaling | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.cos_sin_cache(rotary_dim, 10, scaling=scaling)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 4), ()])
+def test_factors_of_frequencies_have_one_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"frequency_factors must have the shape \[4\], got \["):
+        ops.cos_sin_cache(8, 3, frequency_factors=torch.ones(shape))
 
 
 GOOD: dict[str, Any] = {

@@ -120,6 +120,17 @@ def assert_bitwise(out: Tensor, expected: Tensor) -> None:
 
 
 @contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Give new floating-point tensors another dtype, as programs do that build a model in bf16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def num_threads(count: int) -> Iterator[None]:
     """Run the CPU operators on ``count`` threads."""
     from fastinfer import _C

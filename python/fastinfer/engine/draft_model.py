@@ -253,5 +253,5 @@ def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
     Returns:
         [rows, vocab_size] fp32; tokens without a column have the logit ``MISSING``.
     """
-    whole = torch.full((len(logits), vocab_size), MISSING, device=logits.device)
+    whole = torch.full((len(logits), vocab_size), MISSING, dtype=torch.float32, device=logits.device)
     return whole.index_copy_(1, tokens, logits.float())

@@ -186,7 +186,7 @@ class GGUFRows(Unpacked):
         rows, columns = self.shape
         form = self.form
         if isinstance(form, Dense):
-            values = torch.empty(rows, columns)
+            values = torch.empty(rows, columns, dtype=torch.float32)
             _C.dequantize_rows(self.file, self.offsets.numpy(), self.types.numpy(), columns, values.numpy())
             return Dense(values)
         q = form.q.new_empty(rows, columns)
@@ -254,7 +254,7 @@ class GGUFRows(Unpacked):
 
 def _form(type: GGUFType, columns: int, exact: bool) -> Dense | Int4 | Int8 | Lut:
     if exact and type in GROUPS_OF_16:
-        return Dense(torch.empty(0, columns))
+        return Dense(torch.empty(0, columns, dtype=torch.float32))
     dtype = torch.float32 if exact and type in GROUPS_OF_32 else torch.float16
     scales = torch.empty(0, columns // GROUP, dtype=dtype)
     mins = scales if type in TYPES_WITH_MINS else None

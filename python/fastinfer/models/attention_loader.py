@@ -16,7 +16,7 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
     q_norm = k_norm = None
     is_joint = config.qk_norm == "all"
     if config.qk_norm == "unit":
-        k_norm = torch.ones(shape.head_dim, device=reader.device)
+        k_norm = torch.ones(shape.head_dim, dtype=torch.float32, device=reader.device)
         q_norm = k_norm * config.query_scale
     elif config.qk_norm == "head":
         q_norm = reader.vector(f"{layer}.q_norm", shape.head_dim)

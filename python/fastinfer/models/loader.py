@@ -99,7 +99,8 @@ class DecoderLoader:
         """Make the norm of the rows of the embedding, or their factor; None for neither."""
         config = self._config
         if config.normed_embedding:
-            return RMSNorm(torch.ones(config.hidden_size, device=self._reader.device), config.norm_eps)
+            ones = torch.ones(config.hidden_size, dtype=torch.float32, device=self._reader.device)
+            return RMSNorm(ones, config.norm_eps)
         factor = config.embedding_scale / self._reader.scale
         if factor == 1.0 or config.layer_scales:
             return None

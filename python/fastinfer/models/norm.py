@@ -57,7 +57,7 @@ def factor_norm(factor: float, size: int, device: str) -> RMSNorm:
     """Make an RMSNorm that multiplies a row of ``size`` elements by a factor, where an operator takes only a norm."""
     # Beside this eps the mean of squares has no effect. Its root is a power of two, so nothing is rounded.
     root = 2.0**30
-    return RMSNorm(torch.full((size,), factor * root, device=device), root**2)
+    return RMSNorm(torch.full((size,), factor * root, dtype=torch.float32, device=device), root**2)
 
 
 Norm = RMSNorm | LayerNorm | NoNorm

@@ -35,7 +35,7 @@ class PositionTables:
             UnsupportedModelError: the settings of the rotations make no table.
         """
         # Rotation by an angle of 0.
-        unrotated = torch.tensor([[1.0, 0.0]]).repeat(positions, 1).to(device)
+        unrotated = torch.tensor([[1.0, 0.0]], dtype=torch.float32).repeat(positions, 1).to(device)
         full = local = unrotated
         if checkpoint.config.rotary_dim:
             full, local = _cos_sin_caches(checkpoint, positions, device)

@@ -28,7 +28,7 @@ class Attention(nn.Module):
         sliding_window: number of positions that a query sees, ``None`` for all.
         softcap: bound of the logits, which become ``softcap * tanh(logits / softcap)``; ``None`` for none.
         sinks: [q_heads], see :func:`fastinfer.ops.paged_attention`.
-        q_norm, k_norm: norms applied to each head before the rotary embedding.
+        q_norm, k_norm: norms applied to each head before the rotary embedding; ``None`` for none.
         quantize: a kind of :class:`QuantLinear`, or ``None`` for dense weights.
         group_size, activation_bits: see :class:`QuantLinear`.
 
@@ -104,33 +104,39 @@ class Attention(nn.Module):
         batch, length, hidden = hidden_states.shape
         rows = hidden_states.reshape(batch * length, hidden)
         cache = past_key_values if cache is None else cache
-        out = self.attend(rows, batch, position_embeddings, attention_mask, cache)
-        return out.view(batch, length, -1), None
+        out = self.attend(rows, (batch, length), position_embeddings, attention_mask, cache)
+        return out.view(batch, length, out.shape[1]), None
 
     def attend(
         self,
         x: Tensor,
-        batch: int,
+        shape: tuple[int, int],
         position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Tensor | None,
         cache: Any,
         residual: Tensor | None = None,
         **norm: Unpack[NormOptions],
     ) -> Tensor:
-        """Compute :meth:`forward` for ``x`` [batch * length, hidden], with an optional norm before and sum after it."""
-        length = x.shape[0] // batch
-        heads = self.qkv_proj(x, **norm).view(batch * length, -1, self.head_dim)
+        """Compute :meth:`forward` for ``x`` [batch * length, hidden], with an optional norm before and sum after it.
+
+        ``shape`` has the batch and the length.
+        """
+        batch, length = shape
+        q_heads, kv_heads, _ = self.heads
+        heads = self.qkv_proj(x, **norm).view(batch * length, sum(self.heads), self.head_dim)
         q, k, v = heads.split(self.heads, 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
         if position_embeddings is not None:
             table, positions = rotary_table(position_embeddings, batch, length)
             ops.rotary_embedding(q, k, positions, table)
-        k, v = (t.view(batch, length, -1, self.head_dim).transpose(1, 2) for t in (k, v))
+        k, v = (t.view(batch, length, kv_heads, self.head_dim).transpose(1, 2) for t in (k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         out = dense_cache_attention(
-            q.view(batch, length, -1, self.head_dim),
+            q.view(batch, length, q_heads, self.head_dim),
             k,
             v,
             attention_mask,
@@ -139,7 +145,7 @@ class Attention(nn.Module):
             softcap=self.softcap or 0.0,
             sinks=self.sinks,
         )
-        projected: Tensor = self.o_proj(out.reshape(batch * length, -1), residual=residual)
+        projected: Tensor = self.o_proj(out.reshape(batch * length, q_heads * self.head_dim), residual=residual)
         return projected
 
     def extra_repr(self) -> str:

@@ -60,6 +60,7 @@ def fused_forward(
     rows: Tensor = hidden_states.reshape(batch * length, hidden)
     options = layer.input_layernorm.as_options()
     cache = past_key_values if cache is None else cache
-    rows = layer.self_attn.attend(rows, batch, position_embeddings, attention_mask, cache, residual=rows, **options)
+    inputs = (batch, length), position_embeddings, attention_mask, cache
+    rows = layer.self_attn.attend(rows, *inputs, residual=rows, **options)
     rows = layer.mlp.transform(rows, residual=rows, **layer.post_attention_layernorm.as_options())
     return rows.view(batch, length, hidden)

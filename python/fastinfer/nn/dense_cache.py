@@ -58,6 +58,8 @@ def dense_cache_attention(
             f"[batch, 1, 1, 1 or 2]), got {visible.dtype} of {tuple(visible.shape)}"
         )
     batch, length, q_heads, head_dim = q.shape
+    if batch == 0 or length == 0:
+        return q.new_empty([batch, length, q_heads, v.shape[-1]])
     kv_heads, cached = k.shape[1:3]
     sequences, group, device = batch * kv_heads, q_heads // max(kv_heads, 1), q.device
     # Torch calls slow down decoding on the CPU, so none is made without need: with one query each, rows are in order.
@@ -76,7 +78,7 @@ def dense_cache_attention(
             first = bounds[:, :1]
             table = table * cached + first + torch.arange(cached, dtype=torch.int32, device=device)
             lengths, page = lengths - first[:, 0], 1
-    lse = None if sinks is None else torch.empty(rows.shape[:2], device=device)
+    lse = None if sinks is None else torch.empty(rows.shape[:2], dtype=torch.float32, device=device)
     out = ops.paged_attention(
         rows,
         k.contiguous().view(-1, page, 1, head_dim),

@@ -38,7 +38,7 @@ class Linear(nn.Linear):
         return layer
 
     def forward(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        if x.dim() != 2 or x.stride(1) != 1:
+        if not _is_rows(x):
             return _by_rows(self, x, options)
         return ops.gemm(x, self.weight, bias=self.bias, **options)
 
@@ -67,7 +67,7 @@ class QuantLinear(ExactBuffers, nn.Linear):
 
     The state dictionary has the packed weight (``qweight``, ``scales`` and, for int4, ``mins``) in the CPU's layout of
     :mod:`fastinfer.ops.pack`, whatever the device. A state dictionary with a dense ``weight`` is quantised while it is
-    loaded.
+    loaded, with ``assign=True`` on the device of that weight.
 
     Args:
         in_features: number of inputs, a multiple of 32 and of ``group_size``.
@@ -109,7 +109,7 @@ class QuantLinear(ExactBuffers, nn.Linear):
         if activation_bits not in (8, 16, 32):
             raise ValueError(f"activation_bits must be 8, 16 or 32, got {activation_bits}")
         group_size = group_size or default_group_size(kind, in_features)
-        if group_size % 32 or in_features % group_size:
+        if group_size <= 0 or group_size % 32 or in_features % group_size:
             raise ValueError(
                 f"group_size must be a multiple of 32 that divides in_features, got {group_size} for {in_features}"
             )
@@ -121,7 +121,7 @@ class QuantLinear(ExactBuffers, nn.Linear):
         self.qweight = nn.Buffer(torch.empty(tiles, in_features // 32, runs, 16, 4, dtype=integers, device=device))
         self.scales = nn.Buffer(torch.empty(tiles, in_features // group_size, 16, dtype=torch.half, device=device))
         self.mins = nn.Buffer(torch.empty_like(self.scales)) if kind == "int4" else None
-        self.table = nn.Buffer(NF4_TABLE.to(device), persistent=False) if kind == "nf4" else None
+        self.table = nn.Buffer(NF4_TABLE.to(self.qweight.device), persistent=False) if kind == "nf4" else None
         values = torch.empty(out_features, device=device, dtype=dtype) if bias else None
         self.bias = None if values is None else nn.Parameter(values, requires_grad=False)
 
@@ -176,7 +176,7 @@ class QuantLinear(ExactBuffers, nn.Linear):
         return groups.flatten(1)
 
     def forward(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        if x.dim() != 2 or x.stride(1) != 1:
+        if not _is_rows(x):
             return _by_rows(self, x, options)
         buffers: Any = self._buffers  # reading them as attributes takes 3 us of a product's 60
         packed = buffers["qweight"], buffers["scales"]
@@ -231,14 +231,27 @@ class QuantLinear(ExactBuffers, nn.Linear):
         if self.qweight.is_cuda:
             destination[prefix + "qweight"] = self._pack(self._integers(self.qweight).cpu())
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        assign = local_metadata.get("assign_to_params_buffers", False)
+
+        def device_of(values: Tensor) -> torch.device:
+            """The device on which the layer will have them; into a layer on meta torch copies nothing, and warns."""
+            return values.device if assign or self.qweight.is_meta else self.qweight.device
+
         if prefix + "weight" in state_dict:
-            weight = state_dict.pop(prefix + "weight").to(self.qweight.device)
-            state_dict.update({prefix + name: values for name, values in self._round(weight).items()})
-        elif self.qweight.is_cuda and prefix + "qweight" in state_dict:
-            integers = self._integers(state_dict[prefix + "qweight"].cpu())
-            state_dict[prefix + "qweight"] = self._pack(integers.to(self.qweight.device))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+            weight = state_dict.pop(prefix + "weight")
+            rounded = self._round(weight.to(device_of(weight)))
+            state_dict.update({prefix + name: values for name, values in rounded.items()})
+        elif prefix + "qweight" in state_dict:
+            qweight = state_dict[prefix + "qweight"]
+            if device_of(qweight).type == "cuda":
+                integers = self._integers(qweight.cpu())
+                state_dict[prefix + "qweight"] = self._pack(integers.to(device_of(qweight)))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if self.table is not None:  # the state has none
+            self.table = NF4_TABLE.to(self.qweight.device)
 
 
 def make_linear(
@@ -259,6 +272,11 @@ def default_group_size(kind: str, in_features: int) -> int:
     """Return the default group size of a kind, or 32 if that does not divide ``in_features``."""
     usual = KINDS[kind][1]
     return usual if in_features % usual == 0 else 32
+
+
+def _is_rows(x: Tensor) -> bool:
+    """Return whether the kernels take ``x`` as it is. One column, or no row, is contiguous with any stride."""
+    return x.dim() == 2 and (x.stride(1) == 1 or x.is_contiguous())
 
 
 def _by_rows(layer: Linear | QuantLinear, x: Tensor, options: LinearOptions) -> Tensor:

@@ -49,6 +49,7 @@ def rotary_table(position_embeddings: tuple[Tensor, Tensor], batch: int, length:
     table, positions = position_embeddings
     if positions.is_floating_point():
         half = table.shape[-1] // 2
+        rows = torch.arange(table.shape[0] * length, device=table.device).view(table.shape[0], length)
         table = torch.cat((table[..., :half], positions[..., :half]), -1).flatten(0, 1).float()
-        positions = torch.arange(len(table), device=table.device).view(-1, length).expand(batch, length).reshape(-1)
+        positions = rows.expand(batch, length).reshape(-1)
     return table, positions

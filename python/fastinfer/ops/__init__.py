@@ -1,8 +1,8 @@
 """Inference kernels as PyTorch operators.
 
 Every function here is a thin, typed wrapper of ``torch.ops.fastinfer.<same name>``; the kernels are C++ and CUDA.
-The operators have no gradient: an activation that requires one raises, unless the call is under
-``torch.inference_mode()`` or ``torch.no_grad()``. Weights may be Parameters.
+The operators have no gradient: an activation, a cache or a state that requires one raises, unless the call is under
+``torch.inference_mode()`` or ``torch.no_grad()``. Weights may be Parameters, but get no gradient.
 
 Functions that return one tensor of activations or packed weights take ``out=``: a contiguous tensor with the result's
 exact shape, dtype and device. The function writes the result into it, bitwise the same numbers, and returns it. ``out``

@@ -23,14 +23,37 @@ def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
 
     def register(shape: Callable[..., Any]) -> Callable[..., Any]:
+        checked = _on_one_device(name, shape)
         for overload in getattr(ops, name).overloads():
             out = overload == "out"
             full_name = f"{name}.out" if out else name
-            register_fake(f"fastinfer::{full_name}", _out_fake(name, shape) if out else shape)
+            register_fake(f"fastinfer::{full_name}", _out_fake(name, checked) if out else checked)
             _library.impl(full_name, fallthrough_kernel, "Autograd")
         return shape
 
     return register
+
+
+def _on_one_device(name: str, shape: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a shape function check that all tensors are on one device, but a ``group``, which may be in host memory.
+
+    torch calls a shape function also for real tensors if one of them is on ``meta``. Without the check, the result for
+    a weight that was never loaded would be memory that nobody wrote.
+    """
+    names = [argument.name for argument in getattr(ops, name).default._schema.arguments]
+
+    def check(*args: Any, **kwargs: Any) -> Any:
+        device = None
+        for key, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if not isinstance(value, Tensor) or (key == "group" and value.device.type == "cpu"):
+                continue
+            device = device or value.device
+            if value.device != device:
+                expected = f"be on the device of the other arguments, {device}"
+                raise RuntimeError(f"{name}: {key} must {expected}, got {value.device}")
+        return shape(*args, **kwargs)
+
+    return check
 
 
 def _out_fake(name: str, shape: Callable[..., Tensor]) -> Callable[..., None]:
@@ -140,9 +163,9 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object) -> Tensor:
 
 @fake("paged_attention_plan")
 def _(seq_lens: Tensor, *args: object) -> Tensor:
-    # The length depends on the GPU; the CPU needs no plan.
-    on_cpu = seq_lens.device.type == "cpu"
-    return seq_lens.new_empty([0 if on_cpu else torch.library.get_ctx().new_dynamic_size()])
+    # The length depends on the GPU; the CPU needs no plan, and nothing reads one on meta.
+    on_gpu = seq_lens.device.type == "cuda"
+    return seq_lens.new_empty([torch.library.get_ctx().new_dynamic_size() if on_gpu else 0])
 
 
 @fake("store_page_bounds")
@@ -162,7 +185,8 @@ def _(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     width = min(num_pages, block_table.shape[1])
-    return block_table.new_empty([len(q), bounds.shape[1], width]), block_table.new_empty([len(q)])
+    tokens = q.shape[0]  # len(q) would fix the number in a graph
+    return block_table.new_empty([tokens, bounds.shape[1], width]), block_table.new_empty([tokens])
 
 
 @fake("merge_attention_states")

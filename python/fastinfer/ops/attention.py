@@ -60,6 +60,7 @@ def store_kv_cache(
             [0., 0.]])
     """
     inference_only("store_kv_cache", "k v", k, v)
+    inference_only("store_kv_cache", "k_cache v_cache", k_cache, v_cache)
     ops.store_kv_cache.default(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -101,7 +102,8 @@ def paged_attention(
         query_start: [seqs + 1] int32; cumulative query counts, from 0 to ``tokens``.
         scale: factor of the logits; ``head_dim ** -0.5`` by default.
         window: sliding-window length in positions, 0 for none.
-        softcap: cap of the logits, ``softcap * tanh(logits / softcap)``; 0 for none.
+        softcap: cap of the logits, ``softcap * tanh(logits / softcap)``; 0 for none, else below 2^127. On the CPU the
+            cap adds an error of at most ``3e-7 * softcap`` to a logit, so a large one costs accuracy.
         sinks: [q_heads] fp32; one more logit per head, which takes part in the softmax and has no value.
         lse: [tokens, q_heads] fp32, written in place: natural logarithm of the sum of exponentials, sink included.
         k_scale, v_scale: scales of quantised caches, as :func:`store_kv_cache` writes them. For int8 and float8_e4m3fn
@@ -125,8 +127,8 @@ def paged_attention(
 
     Raises:
         RuntimeError: a shape, dtype, device, stride or, on CUDA, head_dim does not fit; scales are missing, or passed
-            for a cache that has none; ``window`` or ``softcap`` is negative; on the CPU also lengths and blocks that
-            contradict each other or are outside the cache.
+            for a cache that has none; ``window`` or ``softcap`` is negative, or ``softcap`` is infinite or NaN; on the
+            CPU also lengths and blocks that contradict each other or are outside the cache.
 
     Devices: CPU, CUDA.
 
@@ -148,7 +150,8 @@ def paged_attention(
     >>> torch.equal(ops.paged_attention(q[4:], k_cache, v_cache, *lengths), out[4:])
     True
     """
-    inference_only("paged_attention", "q", q)
+    inference_only("paged_attention", "q lse", q, lse)
+    inference_only("paged_attention", "k_cache v_cache", k_cache, v_cache)
     if scale is None:
         scale = max(q.shape[-1] if q.dim() else 1, 1) ** -0.5  # empty heads and scalars are refused below
     args = (
@@ -239,4 +242,5 @@ def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -
     True
     """
     inference_only("merge_attention_states", "a b", a, b)
+    inference_only("merge_attention_states", "a_lse b_lse", a_lse, b_lse)
     return ops.merge_attention_states.default(a, a_lse, b, b_lse)

@@ -65,6 +65,7 @@ def causal_conv1d(
     (True, True)
     """
     inference_only("causal_conv1d", "x gates", x, gates)
+    inference_only("causal_conv1d", "conv_state", conv_state)
     args = x, weight, bias, conv_state, query_start, state_reads, state_writes, gates
     if out is not None:
         return into(out, ops.causal_conv1d, *args)
@@ -144,6 +145,7 @@ def gated_delta_rule(
     """
     inference_only("gated_delta_rule", "qkv z", qkv, z)
     inference_only("gated_delta_rule", "a b", a, b)
+    inference_only("gated_delta_rule", "recurrent_state", recurrent_state)
     args = (qkv, z, a, b, a_log, dt_bias, norm_weight, eps, recurrent_state, query_start, state_reads, state_writes)
     if out is not None:
         return into(out, ops.gated_delta_rule, *args)
@@ -223,7 +225,7 @@ def mamba2_scan(
     (True, True)
     """
     inference_only("mamba2_scan", "xbc z", xbc, z)
-    inference_only("mamba2_scan", "dt", dt)
+    inference_only("mamba2_scan", "dt ssm_state", dt, ssm_state)
     model = a_log, dt_bias, d, norm_weight, eps, dt_min, dt_max
     args = (xbc, z, dt, *model, ssm_state, query_start, state_reads, state_writes)
     if out is not None:

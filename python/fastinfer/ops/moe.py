@@ -482,6 +482,7 @@ def combine_experts(
             [5., 6.]])
     """
     inference_only("combine_experts", "x residual", x, residual)
+    inference_only("combine_experts", "expert_weights", expert_weights)
     if out is not None:
         return into(out, ops.combine_experts, x, expert_weights, residual, expert_ids, start, end)
     return ops.combine_experts.default(x, expert_weights, residual, expert_ids, start, end)

@@ -77,8 +77,9 @@ def cos_sin_cache(
         [max_position, rotary_dim] fp32 on the CPU; each row has the cosines of a position, then its sines.
 
     Raises:
-        ValueError: ``rotary_dim`` is odd, ``base`` is at most 1 or infinite, the kind of scaling is unknown,
-            ``original_max_position`` is missing, or longrope does not have one factor per frequency.
+        ValueError: ``rotary_dim`` is odd, ``base`` is at most 1 or infinite, the kind of scaling is unknown, its
+            ``factor`` is not positive and finite, ``original_max_position`` is missing (or below 2 for longrope),
+            ``frequency_factors`` has another shape, or longrope does not have one factor per frequency.
 
     Devices: CPU; move the table to the device that uses it.
 
@@ -97,8 +98,10 @@ def cos_sin_cache(
         raise ValueError(f"base must be a finite number above 1, got {show(base)}")
     if frequency_factors is not None:
         check_tensors("cos_sin_cache", frequency_factors=frequency_factors)
-    if scaling.kind in ("yarn", "llama3", "longrope") and scaling.original_max_position <= 0:
-        raise ValueError(f"{scaling.kind} scaling needs original_max_position, got {scaling.original_max_position}")
+        if frequency_factors.shape != (rotary_dim // 2,):
+            got = list(frequency_factors.shape)
+            raise ValueError(f"frequency_factors must have the shape [{rotary_dim // 2}], got {got}")
+    _check_scaling(scaling)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     magnitude = 1.0
     if scaling.kind == "ntk":
@@ -120,7 +123,7 @@ def cos_sin_cache(
         raise ValueError(f"scaling.kind must be {kinds}, got {scaling.kind!r}")
     if frequency_factors is not None:
         frequencies = frequencies / frequency_factors.double()
-    table = torch.empty(max_position, rotary_dim)
+    table = torch.empty(max_position, rotary_dim, dtype=torch.float32)
     cos, sin = table.chunk(2, dim=-1)
     positions = torch.arange(max_position, dtype=torch.float64)
     for start in range(0, max_position, TABLE_SLICE):  # a long table at once would need four times its size in fp64
@@ -129,6 +132,17 @@ def cos_sin_cache(
         cos[rows] = angles.cos() * magnitude
         sin[rows] = angles.sin() * magnitude
     return table
+
+
+def _check_scaling(scaling: RopeScaling) -> None:
+    shortest = {"yarn": 1, "llama3": 1, "longrope": 2}.get(scaling.kind, 0)  # longrope divides by the logarithm
+    if scaling.original_max_position < shortest:
+        raise ValueError(
+            f"{scaling.kind} scaling needs at least {shortest} as original_max_position, "
+            f"got {scaling.original_max_position}"
+        )
+    if not 0 < scaling.factor <= sys.float_info.max:
+        raise ValueError(f"scaling.factor must be a positive, finite number, got {scaling.factor}")
 
 
 def _yarn(frequencies: Tensor, base: float, rotary_dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
@@ -256,6 +270,7 @@ def norm_rotary_store(
     """
     inference_only("norm_rotary_store", "q k", q, k)
     inference_only("norm_rotary_store", "v", v)
+    inference_only("norm_rotary_store", "k_cache v_cache", k_cache, v_cache)
     ops.norm_rotary_store.default(
         q,
         k,
@@ -334,7 +349,7 @@ def latent_rotary_store(
     True
     """
     inference_only("latent_rotary_store", "q_latent q_rope", q_latent, q_rope)
-    inference_only("latent_rotary_store", "kv", kv)
+    inference_only("latent_rotary_store", "kv cache", kv, cache)
     return ops.latent_rotary_store.default(
         q_latent,
         q_rope,

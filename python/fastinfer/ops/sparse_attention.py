@@ -41,6 +41,7 @@ def store_page_bounds(bounds: Tensor, k_cache: Tensor, k_scale: Tensor | None, s
     tensor([[ 1., -4.],
             [ 3., -2.]], dtype=torch.bfloat16)
     """
+    inference_only("store_page_bounds", "bounds k_cache", bounds, k_cache)
     ops.store_page_bounds.default(bounds, k_cache, k_scale, slot_mapping)
 
 
@@ -103,7 +104,7 @@ def select_pages(
     >>> ops.paged_attention(-torch.ones(1, 1, 8), keys, keys, pages, lens, lengths[1]).shape
     torch.Size([1, 1, 8])
     """
-    inference_only("select_pages", "q", q)
+    inference_only("select_pages", "q bounds", q, bounds)
     if scale is None:
         scale = max(q.shape[-1] if q.dim() else 1, 1) ** -0.5  # empty heads and scalars are refused below
     args = (q, bounds, block_table, seq_lens, query_start, block_size, num_pages, scale)

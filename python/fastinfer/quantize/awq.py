@@ -28,7 +28,7 @@ def search_scales(
         statistics: statistics of its inputs.
         bits, group_size, symmetric: see :meth:`Grid.of`.
     """
-    best, scales = float("inf"), torch.ones(values.shape[1])
+    best, scales = float("inf"), values.new_ones(values.shape[1])
     importance = statistics.mean_abs.clamp(min=1e-4)
     for step in range(EXPONENTS):
         candidate = importance ** (step / EXPONENTS)
@@ -57,7 +57,7 @@ def search_clipping(
     groups = values.shape[1] // group_size
     blocks = statistics.hessian.view(groups, group_size, groups, group_size)
     blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [groups, group_size, group_size]
-    best = torch.full((len(values), groups), float("inf"))
+    best = values.new_full((len(values), groups), float("inf"))
     shrink = torch.ones_like(best)
     for step in range(SHRINKS):
         share = 1 - (1 - LEAST_SHRINK) * step / SHRINKS

@@ -54,7 +54,7 @@ def quantize_gptq(
     q = torch.empty_like(weights)
     for start in range(0, len(order), BLOCK):
         end = min(start + BLOCK, len(order))
-        errors = torch.empty(end - start, weights.shape[1])
+        errors = weights.new_empty(end - start, weights.shape[1])
         with one_torch_thread():
             for i in range(start, end):
                 column = weights[i]

@@ -30,7 +30,8 @@ NF4_TABLE = torch.tensor(
         0.5626170039176941,
         0.7229568362236023,
         1.0,
-    ]
+    ],
+    dtype=torch.float32,
 )
 
 

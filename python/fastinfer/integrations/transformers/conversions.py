@@ -69,7 +69,7 @@ def _activation(function: Any) -> str:
 
     It is identified by its values in fp32, because some activations are nearly equal in 16 bits.
     """
-    x = torch.linspace(-8, 8, 1001)
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float32)
     known = {
         "silu": nn.functional.silu(x),
         "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),
@@ -158,7 +158,7 @@ def _rotary_arguments(
 
 
 def _rotary_table(rotary: nn.Module, device: torch.device, max_position: int, layer_type: str | None) -> Tensor:
-    x = torch.zeros(1, device=device)
+    x = torch.zeros(1, dtype=torch.float32, device=device)
     extra = () if layer_type is None else (layer_type,)
     slices = []
     for positions in torch.arange(max_position, device=device).split(POSITIONS_PER_CALL):
