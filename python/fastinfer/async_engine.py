@@ -102,8 +102,9 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._mailboxes: dict[str, Mailbox[Any]] = {}
         self._num_submitted = 0  # requests that the engine's thread has not added yet
-        # Mailboxes of streams that nobody reads any more; their requests are aborted before the next step. The garbage
-        # collector may append at any moment, even while a lock is held, so this is a deque, which needs none.
+        # Mailboxes of streams that nobody reads any more; their requests are aborted before the next step or request.
+        # The garbage collector may append at any moment, even while a lock is held, so this is a deque, which needs
+        # none.
         self._abandoned: deque[Mailbox[Any]] = deque()
 
     def renew_after_fork(self) -> None:
@@ -684,6 +685,7 @@ class AsyncEngine:
 
     def _add(self, mailbox: Mailbox[Any], job: QueueRequest | BaseException | None) -> None:
         """Queue a request; instead of its job there may be an error, or ``None`` if nobody reads its stream."""
+        self._abort_abandoned()  # there may be no step for long, if all requests are refused
         outcome: str | BaseException | None = None
         try:
             outcome = None if mailbox.is_abandoned else job() if callable(job) else job
@@ -847,7 +849,9 @@ class OutputStream(AsyncIterator[Output]):
         if not self._has_ended:
             self._has_ended = True
             self._mailbox.is_abandoned = True
-            self._engine._abandoned.append(self._mailbox)
+            # A request that was refused has left already. The garbage collector may call this, so no lock is taken.
+            if self._engine._mailboxes.get(self.request_id) is self._mailbox:
+                self._engine._abandoned.append(self._mailbox)
 
 
 def _as_prompt(prompt: Prompt | list[int]) -> Prompt:
