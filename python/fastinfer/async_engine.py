@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -470,16 +471,10 @@ class AsyncEngine:
         """Load a LoRA adapter; raises the errors of :meth:`fastinfer.LLM.load_adapter`.
 
         The files are read while the steps go on. With ``replace`` it takes the place of an adapter of this name, which
-        stays if the files cannot be read, and raises the errors of :meth:`unload_adapter`.
+        stays if there is an error; it must not be in use, as for :meth:`unload_adapter`.
         """
         adapter = await asyncio.to_thread(self._engine.read_adapter, path)
-
-        def load() -> None:
-            if replace and name in self._engine.adapters.names:
-                self._engine.unload_adapter(name)
-            self._engine.load_adapter(name, adapter)
-
-        await self._call(load)
+        await self._call(partial(self._engine.load_adapter, name, adapter, replace=replace))
 
     async def register_adapter(self, name: str, path: str | Path) -> None:
         """Register a LoRA adapter that is read when a request needs it, see :meth:`fastinfer.LLM.register_adapter`.
