@@ -164,7 +164,8 @@ def test_layers_of_different_shapes_are_counted_exactly() -> None:
     assert size.num_bytes == sum(row.nbytes for row in cache.rows)
     assert size.num_bytes == 32 * 2 * (5 * (128 + 4) + size.num_blocks[1] * 2 * (64 + 4))
     whole = kv_cache_bytes(model, model.num_kv_heads, torch.int8, 96, 3)
-    assert whole == 3 * 32 * 2 * (3 * (128 + 4) + 2 * 2 * (64 + 4))
+    # A sequence has two blocks in the group with a window, beside the three of a step of prompts.
+    assert whole == 32 * 2 * (3 * 3 * (128 + 4) + (3 * 2 + 3) * 2 * (64 + 4))
     assert attended_positions(model, 10) == {KVShape(2, 64): 36 + 2 * 8 + 8, KVShape(1, 128): 55 + 10}
 
 

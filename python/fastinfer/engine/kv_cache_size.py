@@ -95,6 +95,7 @@ def choose_kv_cache_size(
     token_bytes: Mapping[int, int],
     state_bytes: int = 0,
     room: Room | None = None,
+    typical_tokens: int = TYPICAL_TOKENS,
 ) -> KVCacheSize:
     """Choose the number of blocks of each group of layers, and the longest sequence.
 
@@ -107,6 +108,7 @@ def choose_kv_cache_size(
             layers with this window.
         state_bytes: bytes of one sequence's states in all layers with linear attention.
         room: memory for the cache; ``None`` for what is available on the device, without weights to be loaded.
+        typical_tokens: sequence length in tokens that the default size on a CPU provides for.
 
     Raises:
         RequestError: the cache does not fit into memory, or ``max_model_len`` does not fit into the cache or exceeds
@@ -115,7 +117,7 @@ def choose_kv_cache_size(
     if config.max_model_len is not None and config.max_model_len > model_limit:
         raise RequestError(f"max_model_len must be at most the model's {model_limit}, got {config.max_model_len}")
     wanted = config.max_model_len or model_limit
-    sizes = _Sizes(config, token_bytes, wanted)
+    sizes = _Sizes(config, token_bytes, wanted, typical_tokens)
     room = room or room_on(config, config.device)
     memory = room.default if config.kv_cache_memory is None else config.kv_cache_memory
     num_states = _num_states(config, state_bytes, memory)
@@ -126,7 +128,7 @@ def choose_kv_cache_size(
     elif config.kv_cache_memory is not None:
         num_blocks = affordable
     else:
-        num_blocks = _default_num_blocks(config, sizes, affordable)
+        num_blocks = _default_num_blocks(config, sizes, affordable, typical_tokens)
     num_bytes = sizes.num_bytes(num_blocks) + all_states
     if num_bytes > room.free:
         raise RequestError(
@@ -152,13 +154,16 @@ class _Sizes:
         config: configuration of the engine.
         token_bytes: bytes of one token in each group, by window.
         max_model_len: longest sequence in tokens that is wanted.
+        typical_tokens: sequence length in tokens that the default size on a CPU provides for.
 
     Attributes:
         windows: the windows of all groups, in ascending order.
         max_model_len: see above.
     """
 
-    def __init__(self, config: EngineConfig, token_bytes: Mapping[int, int], max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, token_bytes: Mapping[int, int], max_model_len: int, typical_tokens: int
+    ) -> None:
         self.windows = sorted(token_bytes)
         self.max_model_len = max_model_len
         self._block_size = config.block_size
@@ -166,7 +171,7 @@ class _Sizes:
         self._num_seqs = config.max_num_seqs
         self._chunk = num_blocks_for(min(config.max_num_batched_tokens, max_model_len), config.block_size)
         # As many sequences of this length as the first group holds have room in the other groups too.
-        typical = min(max(TYPICAL_TOKENS, 2 * self.windows[-1]), max_model_len)
+        typical = min(max(typical_tokens, 2 * self.windows[-1]), max_model_len)
         self._typical = num_blocks_for(typical, config.block_size)
 
     def num_blocks(self, first: int) -> list[int]:
@@ -229,12 +234,12 @@ def options_for_memory(config: EngineConfig) -> str:
     return f"max_num_seqs (--max-num-seqs), max_num_batched_tokens, max_loras, {options_for(config)}"
 
 
-def _default_num_blocks(config: EngineConfig, sizes: _Sizes, affordable: int) -> int:
+def _default_num_blocks(config: EngineConfig, sizes: _Sizes, affordable: int, typical_tokens: int) -> int:
     """Return the number of blocks of the first group that no option sets.
 
     On a GPU this is all that the memory affords, on a CPU enough for sequences of typical length or for a long one.
     """
     if torch.device(config.device).type == "cuda":
         return affordable
-    usual = config.max_num_seqs * sizes.comfortable(min(sizes.max_model_len, TYPICAL_TOKENS))
+    usual = config.max_num_seqs * sizes.comfortable(min(sizes.max_model_len, typical_tokens))
     return min(affordable, max(usual, sizes.comfortable(sizes.max_model_len)))
