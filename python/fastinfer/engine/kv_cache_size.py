@@ -72,8 +72,9 @@ def available_memory(device: str) -> int:
 def room_on(config: EngineConfig, device: str, weight_bytes: int = 0, available: int | None = None) -> Room:
     """Return the room for a cache on a device.
 
-    By default a cache uses half of the available memory that the weights leave on a CPU. On a GPU it uses what
-    ``gpu_memory_utilization`` of the whole memory leaves, so that the rest is there for activations.
+    By default a cache uses half of the available memory that the weights and the store of ``kv_offloading_size`` leave
+    on a CPU. On a GPU it uses what ``gpu_memory_utilization`` of the whole memory leaves, so that the rest is there for
+    activations.
 
     Args:
         config: configuration of the engine.
@@ -81,8 +82,17 @@ def room_on(config: EngineConfig, device: str, weight_bytes: int = 0, available:
         weight_bytes: size of the weights that are still to be loaded.
         available: number of bytes that the engine may use, these weights included; ``None`` for what is available on
             the device.
+
+    Raises:
+        RequestError: ``kv_offloading_size`` exceeds what the weights leave on a CPU.
     """
     free = max(0, (available_memory(device) if available is None else available) - weight_bytes)
+    if (store := _store_bytes(config, device)) > free:
+        raise RequestError(
+            f"kv_offloading_size must fit into the {free / 2**30:.1f} GiB of memory that are available beside the "
+            f"weights, got {config.kv_offloading_size}"
+        )
+    free -= store
     if torch.device(device).type != "cuda":
         return Room(free, int(free * CPU_MEMORY_SHARE))
     total = torch.cuda.mem_get_info(device)[1]
@@ -111,8 +121,8 @@ def choose_kv_cache_size(
         typical_tokens: sequence length in tokens that the default size on a CPU provides for.
 
     Raises:
-        RequestError: the cache does not fit into memory, or ``max_model_len`` does not fit into the cache or exceeds
-            the model's limit.
+        RequestError: the cache or ``kv_offloading_size`` does not fit into memory, or ``max_model_len`` does not fit
+            into the cache or exceeds the model's limit.
     """
     if config.max_model_len is not None and config.max_model_len > model_limit:
         raise RequestError(f"max_model_len must be at most the model's {model_limit}, got {config.max_model_len}")
@@ -131,8 +141,9 @@ def choose_kv_cache_size(
         num_blocks = _default_num_blocks(config, sizes, affordable, typical_tokens)
     num_bytes = sizes.num_bytes(num_blocks) + all_states
     if num_bytes > room.free:
+        others = "the weights and kv_offloading_size" if _store_bytes(config, config.device) else "the weights"
         raise RequestError(
-            f"the KV cache must fit into the {room.free} bytes of memory that are available beside the weights, "
+            f"the KV cache must fit into the {room.free} bytes of memory that are available beside {others}, "
             f"got {num_blocks} blocks and {num_bytes} bytes"
         )
     needed = sizes.needed(config.max_model_len or 1)
@@ -145,6 +156,11 @@ def choose_kv_cache_size(
     max_model_len = wanted if num_blocks >= sizes.needed(wanted) else num_blocks * config.block_size
     counts = tuple(sizes.num_blocks(num_blocks))
     return KVCacheSize(tuple(sizes.windows), counts, max_model_len, num_bytes, num_states)
+
+
+def _store_bytes(config: EngineConfig, device: str) -> int:
+    """Return how much of the device's memory the store of ``kv_offloading_size`` takes, in bytes; 0 on a GPU."""
+    return 0 if torch.device(device).type == "cuda" else int((config.kv_offloading_size or 0.0) * 2**30)
 
 
 class _Sizes:
