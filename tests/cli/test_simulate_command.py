@@ -112,7 +112,7 @@ def test_prefixes_are_found(costs: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("{costs} --replicas 0", "--replicas: expected an integer in 1..100000"),
         (
             "{costs} --num-kv-blocks 2000000000",
-            "--replicas and --num-kv-blocks: expected at most 50000000 blocks in all, got 1 replicas with 2000000000 each",
+            "--replicas and --num-kv-blocks: expected at most 50000000 blocks in all, got 1 replicas with 2000000000",
         ),
         ("{costs} --replicas 90000", "expected at most 50000000 blocks in all, got 90000 replicas with 600 each"),
     ],

@@ -80,7 +80,8 @@ class EngineConfig:
         kv_offloading_dir: folder in which computed blocks are kept, so that a later process need not compute them
             again; ``None`` for no such folder. Several processes may share it. The files tell what the prompts were:
             only their owner may read them, and they are not encrypted.
-        kv_offloading_dir_size: largest size of that folder in GiB; the blocks that were not used for longest go first.
+        kv_offloading_dir_size: largest size of that folder in GiB, beside the block that each process is just
+            writing; the blocks that were not used for longest go first.
         num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all
             sequences decode, a step with drafts has at most four tokens or a multiple of four, so 3 and 7 are good
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
