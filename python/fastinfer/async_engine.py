@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,8 +103,9 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._mailboxes: dict[str, Mailbox[Any]] = {}
         self._num_submitted = 0  # requests that the engine's thread has not added yet
-        # Mailboxes of streams that nobody reads any more; their requests are aborted before the next step. The garbage
-        # collector may append at any moment, even while a lock is held, so this is a deque, which needs none.
+        # Mailboxes of streams that nobody reads any more; their requests are aborted before the next step or request.
+        # The garbage collector may append at any moment, even while a lock is held, so this is a deque, which needs
+        # none.
         self._abandoned: deque[Mailbox[Any]] = deque()
 
     def renew_after_fork(self) -> None:
@@ -469,16 +471,10 @@ class AsyncEngine:
         """Load a LoRA adapter; raises the errors of :meth:`fastinfer.LLM.load_adapter`.
 
         The files are read while the steps go on. With ``replace`` it takes the place of an adapter of this name, which
-        stays if the files cannot be read, and raises the errors of :meth:`unload_adapter`.
+        stays if there is an error; it must not be in use, as for :meth:`unload_adapter`.
         """
         adapter = await asyncio.to_thread(self._engine.read_adapter, path)
-
-        def load() -> None:
-            if replace and name in self._engine.adapters.names:
-                self._engine.unload_adapter(name)
-            self._engine.load_adapter(name, adapter)
-
-        await self._call(load)
+        await self._call(partial(self._engine.load_adapter, name, adapter, replace=replace))
 
     async def register_adapter(self, name: str, path: str | Path) -> None:
         """Register a LoRA adapter that is read when a request needs it, see :meth:`fastinfer.LLM.register_adapter`.
@@ -684,6 +680,7 @@ class AsyncEngine:
 
     def _add(self, mailbox: Mailbox[Any], job: QueueRequest | BaseException | None) -> None:
         """Queue a request; instead of its job there may be an error, or ``None`` if nobody reads its stream."""
+        self._abort_abandoned()  # there may be no step for long, if all requests are refused
         outcome: str | BaseException | None = None
         try:
             outcome = None if mailbox.is_abandoned else job() if callable(job) else job
@@ -847,7 +844,9 @@ class OutputStream(AsyncIterator[Output]):
         if not self._has_ended:
             self._has_ended = True
             self._mailbox.is_abandoned = True
-            self._engine._abandoned.append(self._mailbox)
+            # A request that was refused has left already. The garbage collector may call this, so no lock is taken.
+            if self._engine._mailboxes.get(self.request_id) is self._mailbox:
+                self._engine._abandoned.append(self._mailbox)
 
 
 def _as_prompt(prompt: Prompt | list[int]) -> Prompt:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from fastinfer import (
 )
 from fastinfer.engine import deadlines
 from fastinfer.serving import prompt_threads
+from fastinfer.serving.mailbox import Mailbox
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)  # 90 tokens
@@ -627,6 +629,30 @@ def test_a_text_that_is_much_too_long_is_refused_before_it_is_tokenised(monkeypa
                 await engine.generate("a" * 193, GREEDY).accepted()
             with pytest.raises(RequestError, match=message):
                 await engine.tokenize("a" * 193)
+
+    run(main())
+
+
+def test_nothing_is_kept_of_refused_requests_though_no_step_follows() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            kept: weakref.WeakSet[Mailbox[RequestOutput]] = weakref.WeakSet()
+            for ask in ("accepted", "__anext__"):
+                stream = engine.generate("a" * 193, GREEDY)
+                kept.add(stream._mailbox)
+                with pytest.raises(RequestError, match="at most 192 characters"):
+                    await getattr(stream, ask)()
+                del stream
+            gc.collect()
+            assert not kept
+            # Abandoned before it is queued, so that it is still known to the engine then.
+            tokenizer = engine._engine.tokenizer = SlowTokenizer()  # type: ignore[assignment]
+            slow = engine.generate("slow", GREEDY)
+            await until(tokenizer.has_begun.is_set)
+            slow.abandon()
+            tokenizer.may_end.set()
+            await until(lambda: not engine._mailboxes)
+            assert not engine._abandoned
 
     run(main())
 

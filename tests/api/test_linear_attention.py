@@ -80,7 +80,8 @@ def test_memory(folder: Path) -> None:
     assert memory_bounds.all_state_bytes(config) == states
     num_layers = config.state_layers.count(False)
     keys_and_values = num_layers * 64 * 2 * 2 * config.head_dim * 2
-    assert memory_bounds.kv_cache_bytes(config, 2, torch.float16, 33, 2) == 2 * (keys_and_values + states)
+    # A sequence has a state and a snapshot.
+    assert memory_bounds.kv_cache_bytes(config, 2, torch.float16, 33, 2) == 2 * (keys_and_values + 2 * states)
     assert memory_bounds.attended_positions(config, 4).total() == num_layers * 10
     rates = memory_bounds.Rates(1e9, 1e9, 1e9)
     described = memory_description.describe(str(folder), 64, 1, rates)

@@ -110,6 +110,11 @@ def test_prefixes_are_found(costs: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("{costs} --routing round-robin --beta 3", "--beta: expected --routing prefix-affinity with it, got"),
         ("{costs} --num-kv-blocks 3", "num_blocks must be at least [64]"),
         ("{costs} --replicas 0", "--replicas: expected an integer in 1..100000"),
+        (
+            "{costs} --num-kv-blocks 2000000000",
+            "--replicas and --num-kv-blocks: expected at most 50000000 blocks in all, got 1 replicas with 2000000000",
+        ),
+        ("{costs} --replicas 90000", "expected at most 50000000 blocks in all, got 90000 replicas with 600 each"),
     ],
 )
 def test_mistakes(arguments: str, message: str, costs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,11 @@
 """Blocks in files: what is read is what was written, whatever happens to the files."""
 
 import errno
+import fcntl
 import logging
 import os
 import random
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -130,6 +132,38 @@ def test_a_damaged_file_is_replaced_and_logged_once(tmp_path: Path, caplog: pyte
     assert check(store, 1)
 
 
+@pytest.mark.parametrize("num_stores", [1, 4, 16])
+def test_stores_that_share_a_folder_keep_its_limit(
+    num_stores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they look through it as often as one alone, which is once for each sixteenth of the limit."""
+    limit = 20_000
+    stores = [make(tmp_path, limit) for _ in range(num_stores)]
+    scan, scans = DiskBlockStore._scan, []
+    monkeypatch.setattr(DiskBlockStore, "_scan", lambda self: scans.append(self) or scan(self))
+    sizes = []
+    for number in range(300):
+        store = stores[number % num_stores]
+        store.put(content(number), HostCopy([payload(number)]))
+        wait_for_files(store)
+        sizes.append(size_of(tmp_path))
+    assert 0.8 * limit < max(sizes) <= limit
+    assert len(scans) <= num_stores + 300 // (limit // 16 // sizes[0])
+
+
+def test_nobody_waits_for_a_process_that_makes_room_and_hangs(tmp_path: Path) -> None:
+    first, second = make(tmp_path), make(tmp_path)
+    fill(first, 1)
+    with open(tmp_path / "written-1000000", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fill(second, 3)
+        assert (second.num_dropped, second.num_failed) == (3, 0)
+        assert not second.touch(content(2))
+    fill(second, 3)
+    assert second.num_dropped == 3
+    assert all(check(first, number) for number in range(3))
+
+
 def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     file_size = 16 + 32 + 32 + 24 + BLOCK_BYTES + 4
     store = make(tmp_path, 10 * file_size + 5)
@@ -213,10 +247,7 @@ def test_a_full_disk(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_folder_that_disappears(tmp_path: Path) -> None:
     store = make(tmp_path / "a")
     fill(store, 1)
-    for path in kv_files(tmp_path):
-        path.unlink()
-    store._folder.rmdir()
-    (tmp_path / "a").rmdir()
+    shutil.rmtree(tmp_path / "a")
     assert not check(store, 0)
     fill(store, 1)
     assert check(store, 0)

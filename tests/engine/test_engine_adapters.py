@@ -199,6 +199,33 @@ def test_files_that_vanish_before_an_adapter_is_loaded(folders: dict[str, Path])
     assert engine.adapters.names == []
 
 
+def test_an_adapter_stays_if_the_one_that_replaces_it_vanishes(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files vanish after they were read, as when a deployment renews the folder at that moment."""
+
+    def vanishing(path: Path) -> LoraAdapter:
+        adapter = read_adapter(path)
+        shutil.rmtree(path)
+        return adapter
+
+    async def main() -> None:
+        async with AsyncEngine(make_engine(max_loras=1)) as engine:
+            await engine.load_adapter("x", folders["a"])
+            await engine.load_adapter("x", folders["b"], replace=True)
+            with monkeypatch.context() as patch:
+                patch.setattr(adapters, "read_adapter", vanishing)
+                with pytest.raises(AdapterError, match=r"c/adapter_config.json must stay as long as the adapter"):
+                    await engine.load_adapter("x", folders["c"], replace=True)
+            assert engine.adapters == ["x"]
+            outputs = [output async for output in engine.generate(PROMPTS[1], PARAMS, adapter="x")]
+            assert outputs[-1].outputs[0].token_ids == alone(folders, "b", PROMPTS[1])
+            await engine.load_adapter("new", folders["a"], replace=True)
+            assert engine.adapters == ["new", "x"]
+
+    asyncio.run(main())
+
+
 def test_a_pinned_prompt_whose_adapter_cannot_be_read_again(folders: dict[str, Path]) -> None:
     """Sleep loses the blocks; the adapter has made room for another one."""
     engine = make_engine(max_loras=1, max_cpu_loras=1)

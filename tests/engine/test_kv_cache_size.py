@@ -113,6 +113,25 @@ def test_sizes_that_do_not_fit(options: dict[str, int], message: str, monkeypatc
     assert str(error.value).startswith(message)
 
 
+def test_a_store_in_host_memory_leaves_less_for_the_cache_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_of(monkeypatch, 9 * GIB)
+    size = choose(10**9, 2**16, weight_bytes=GIB, kv_offloading_size=4)
+    assert size.num_blocks[0] * 32 * 2**16 == 2 * GIB
+    with pytest.raises(
+        RequestError, match=f"into the {4 * GIB} bytes .* beside the weights and kv_offloading_size, got"
+    ):
+        choose(10**9, 2**16, weight_bytes=GIB, kv_offloading_size=4, kv_cache_memory=5 * GIB)
+    message = "kv_offloading_size must fit into the 3.0 GiB of memory that are available beside the weights, got 4"
+    with pytest.raises(RequestError, match=message):
+        choose(10**9, 2**16, weight_bytes=6 * GIB, kv_offloading_size=4)
+
+
+def test_a_store_in_host_memory_takes_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (GIB, GIB))
+    with_store, without = (choose(10**9, 2**16, device="cuda", kv_offloading_size=size) for size in (2, None))
+    assert with_store == without
+
+
 def test_a_gpu_is_filled_to_its_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
     total, free = 80 * GIB, 79 * GIB
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, total))
@@ -164,7 +183,8 @@ def test_layers_of_different_shapes_are_counted_exactly() -> None:
     assert size.num_bytes == sum(row.nbytes for row in cache.rows)
     assert size.num_bytes == 32 * 2 * (5 * (128 + 4) + size.num_blocks[1] * 2 * (64 + 4))
     whole = kv_cache_bytes(model, model.num_kv_heads, torch.int8, 96, 3)
-    assert whole == 3 * 32 * 2 * (3 * (128 + 4) + 2 * 2 * (64 + 4))
+    # A sequence has two blocks in the group with a window, beside the three of a step of prompts.
+    assert whole == 32 * 2 * (3 * 3 * (128 + 4) + (3 * 2 + 3) * 2 * (64 + 4))
     assert attended_positions(model, 10) == {KVShape(2, 64): 36 + 2 * 8 + 8, KVShape(1, 128): 55 + 10}
 
 

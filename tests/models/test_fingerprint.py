@@ -56,8 +56,21 @@ def test_everything_that_changes_the_numbers_counts(tmp_path: Path) -> None:
     assert of(file, precision=Precision.of("float32")) != known
     assert of(file, config=replace(CONFIG, norm_eps=1e-6)) != known
     assert of(file, length=100) == known
-    scaled = replace(CONFIG, rope_scaling=RopeScaling(kind="longrope"))
-    assert of(file, config=scaled, length=100) != of(file, config=scaled, length=200)
+
+
+def test_of_the_length_only_the_factors_of_the_rotations_count(tmp_path: Path) -> None:
+    """Without an option the length follows from the memory that is free, so a restart has another one."""
+    file = write(tmp_path / "model.gguf", b"x" * 9)
+    scaling = RopeScaling("longrope", original_max_position=100, short_factors=(1.0,), long_factors=(4.0,))
+    scaled = replace(CONFIG, rope_scaling=scaling, max_position=400)
+    short, long = of(file, config=scaled, length=100), of(file, config=scaled, length=101)
+    assert short != long
+    assert of(file, config=scaled, length=50) == short
+    assert of(file, config=scaled, length=300) == of(file, config=scaled) == long
+    trained = replace(scaled, max_position=100)
+    assert of(file, config=trained, length=400) == of(file, config=trained, length=50)
+    head = replace(trained, has_features=True)
+    assert of(file, config=head, length=400) != of(file, config=head, length=50)
 
 
 def test_a_folder_s_weights_and_configuration_count(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def draft_memory(checkpoint: Checkpoint, dtypes: Sequence[torch.dtype], context:
         head = load_weights(checkpoint, "auto", "cpu", context)
         weights_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_of(head)}.values())
     else:
-        weights_bytes = Weights.of(checkpoint).memory_bytes
+        weights_bytes = Weights.of(checkpoint, context).memory_bytes
     sizes = {dtype_name(dtype): _cache_bytes(config, dtype, context, batch) for dtype in dtypes}
     return DraftMemory(weights_bytes, sizes)
 

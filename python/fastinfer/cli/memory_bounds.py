@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from fastinfer import _C
+from fastinfer.engine.cache_sizes import cache_sizes
 from fastinfer.engine.config import EngineConfig
-from fastinfer.engine.construction import modules_obstacle
+from fastinfer.engine.construction import kv_cache_size, modules_obstacle
+from fastinfer.engine.kv_cache_size import Room
 from fastinfer.engine.placement import common_dtype, place_model, weight_bytes_by_device
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import KVShape, ModelConfig, Precision
-from fastinfer.models.kv_cache import num_blocks_for, token_bytes
+from fastinfer.models.kv_cache import num_blocks_for
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.moe import MixtureOfExperts
@@ -39,6 +41,7 @@ BLOCK_INPUTS = 32  # number of inputs in a block of a packed weight
 READ_BYTES = 256 << 20  # more than the last-level cache of nearly all machines
 SAMPLE_S = 0.03
 SAMPLES = 5
+ANY_ROOM = 2**62  # bytes, more than any cache
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,12 @@ class Weights:
     logits_float_operations: int = 0
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "Weights":
+    def of(cls, checkpoint: Checkpoint, max_model_len: int | None = None) -> "Weights":
         """Load the parts of a model one at a time and add them up.
 
         The parts are the embedding, the output projection and one layer of each layout. They come from the loader of
-        the engine, so the sizes agree with it; only the rotary tables are made for one position.
+        the engine, so the sizes agree with it; only the rotary tables are made for one position, and counted for those
+        of ``max_model_len`` tokens, by default of the model's limit.
 
         Raises:
             GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the model cannot be loaded.
@@ -132,6 +136,7 @@ class Weights:
         if (inputs := loader.per_layer_inputs()) is not None:
             weights._include((inputs.projection, inputs.norm))
             weights.memory_bytes += cls()._include(inputs.embedding).memory_bytes
+        table_length = checkpoint.config.table_length(max_model_len)
         layers: dict[Hashable, Weights] = {}
         tables: dict[int, int] = {}
         for index in range(checkpoint.config.num_layers):
@@ -145,7 +150,7 @@ class Weights:
                 for name in TABLES:
                     table = getattr(layer.attention, name, None)
                     if table is not None:
-                        tables[table.data_ptr()] = table.nbytes * checkpoint.config.max_position
+                        tables[table.data_ptr()] = table.nbytes * table_length
                 del layer
             reads = index >= checkpoint.config.num_storing_layers
             weights._add(layers[layout]._of_reading_layer() if reads else layers[layout])
@@ -212,30 +217,31 @@ def kv_cache_bytes(
     dtype: torch.dtype,
     context: int,
     batch: int,
+    *,
     layers: Iterable[int] | None = None,
+    num_drafts: int = 0,
 ) -> int:
-    """Return the size of the keys and values of ``batch`` sequences in whole blocks, including scales, and of states.
+    """Return the size of the KV cache that an engine makes for ``batch`` sequences of ``context`` tokens.
 
-    All layers have ``num_kv_heads`` heads, or each its own number if that is the model's. Layers with an attention
-    window hold the blocks that the next token sees, and its own. Layers with states hold those after the last token.
-    With ``layers``, only these count.
+    It is that of ``max_num_seqs=batch`` and ``max_model_len=context``, for sequences that all use the whole length:
+    with scales, with the blocks that layers with an attention window need beside a step of prompts, and with slots for
+    the states of sequences, their snapshots and their drafts. With ``layers``, only these count. All layers have
+    ``num_kv_heads`` heads, or each its own number if that is the model's.
     """
-    block_size = EngineConfig().block_size
-    whole = num_blocks_for(context, block_size)
-    blocks = 0
-    for layer in range(config.num_layers) if layers is None else layers:
-        if config.has_state(layer):
-            assert config.states is not None
-            blocks += state_bytes(config.states)
-            continue
-        if config.kv_layer(layer) != layer:
-            continue
-        window, shape = config.window(layer), config.kv_shape(layer)
-        if num_kv_heads != config.num_kv_heads:
-            shape = replace(shape, num_heads=num_kv_heads)
-        count = min(whole, num_blocks_for(window, block_size) + 1) if window else whole
-        blocks += count * block_size * token_bytes(shape, dtype)
-    return batch * blocks
+    if num_kv_heads != config.num_kv_heads:
+        shapes = tuple(replace(shape, num_heads=num_kv_heads) for shape in config.kv_shapes)
+        config = replace(config, num_kv_heads=num_kv_heads, kv_shapes=shapes)
+    settings = EngineConfig(
+        max_model_len=context, max_num_seqs=batch, kv_cache_dtype=dtype, num_speculative_tokens=num_drafts
+    )
+    size = kv_cache_size(settings, [config], Room(ANY_ROOM, ANY_ROOM), typical_tokens=context)
+    counted = range(config.num_layers) if layers is None else set(layers)
+    return sum(
+        each.num_bytes
+        * (size.num_states if each.window is None else size.num_blocks[size.group(each.window)] * settings.block_size)
+        for each in cache_sizes(settings, [config])
+        if each.layer in counted
+    )
 
 
 def device_memory(checkpoint: Checkpoint, text: str, context: int, batch: int) -> list[dict[str, Any]]:
@@ -255,7 +261,7 @@ def device_memory(checkpoint: Checkpoint, text: str, context: int, batch: int) -
     for name, num_bytes in weight_bytes_by_device(checkpoint, placed).items():
         layers = [layer for place in placed if place.device == name for layer in place.layers]
         experts = [layer for place in placed if place.experts == name for layer in place.layers]
-        cache = kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch, layers)
+        cache = kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch, layers=layers)
         found.append(
             {"device": name, "num_layers": len(layers), "num_layers_of_experts": len(experts)}
             | {"weights_bytes": num_bytes, "kv_cache_bytes": cache, "kv_cache_dtype": dtype_name(dtype)}
@@ -274,9 +280,10 @@ def module_token_bytes(config: ModelConfig, dtypes: Sequence[torch.dtype]) -> di
     """Return the size of the keys and values of one token of a prompt module; empty if the model takes no modules."""
     if modules_obstacle(EngineConfig(), [config]):
         return {}
-    block_size = EngineConfig().block_size
-    sizes = {dtype: kv_cache_bytes(config, config.num_kv_heads, dtype, block_size, 1) for dtype in dtypes}
-    return {dtype_name(dtype): size // block_size for dtype, size in sizes.items()}
+    return {
+        dtype_name(dtype): sum(size.num_bytes for size in cache_sizes(EngineConfig(kv_cache_dtype=dtype), [config]))
+        for dtype in dtypes
+    }
 
 
 def all_state_bytes(config: ModelConfig) -> int:

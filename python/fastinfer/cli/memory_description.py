@@ -68,14 +68,18 @@ def describe(
     check_int("--context", context, 1, config.max_position)
     check_int("--batch", batch, 1, MAX_BATCH)
     with one_torch_thread():
-        weights = Weights.of(checkpoint)
+        weights = Weights.of(checkpoint, context)
     rates = rates or Rates.measure()
     layouts = head_layouts(config)
     kv_dtypes = KV_DTYPES if config.latent_attention is None else KV_DTYPES[:-1]
     # Beside a draft model all layers are in one group, and none drops what is before its window.
     stored = config if draft_model is None else replace(config, windows=())
+    speculated = 0 if draft_model is None else num_drafts
     kv_bytes = {
-        layout: {dtype_name(dtype): kv_cache_bytes(stored, heads, dtype, context, batch) for dtype in kv_dtypes}
+        layout: {
+            dtype_name(dtype): kv_cache_bytes(stored, heads, dtype, context, batch, num_drafts=speculated)
+            for dtype in kv_dtypes
+        }
         for layout, heads in layouts.items()
     }
     own = next(iter(layouts))

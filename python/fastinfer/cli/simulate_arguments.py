@@ -14,6 +14,7 @@ from fastinfer.simulation.trace import TraceRequest, read_trace
 from fastinfer.utils.checks import check_float
 
 MAX_REPLICAS = 100_000
+MAX_BLOCKS = 50_000_000  # of all replicas; the simulation takes 56 bytes for each
 ROUTINGS = ("round-robin", "least-loaded", "prefix-affinity")  # of a module that imports numpy; a test compares them
 # Arguments of the generator, which a trace file replaces, and their defaults.
 GENERATOR: dict[str, Any] = {
@@ -81,6 +82,12 @@ def check_simulate(args: argparse.Namespace) -> None:
     args.beta = BETA if args.beta is None else args.beta
     check_float("--beta", args.beta, 0.0, 1e6)
     args.costs = _costs(args)
+    per_replica = sum(args.costs.limits.num_blocks)
+    if args.replicas * per_replica > MAX_BLOCKS:
+        raise RequestError(
+            f"--replicas and --num-kv-blocks: expected at most {MAX_BLOCKS} blocks in all, "
+            f"got {args.replicas} replicas with {per_replica} each"
+        )
     args.trace = _trace(args, args.costs.limits.max_model_len)
 
 

@@ -104,21 +104,29 @@ class Adapters:
         check_path("adapter", path)
         return self.slots.prepare(read_adapter(Path(path)))
 
-    def load(self, name: str, adapter: str | Path | PreparedAdapter) -> None:
+    def load(self, name: str, adapter: str | Path | PreparedAdapter, used_keys: Iterable[str] | None = None) -> None:
         """Register an adapter and keep it in host memory.
 
         Args:
             name: name by which requests refer to the adapter.
             adapter: the adapter, or its folder in the format that PEFT saves.
+            used_keys: the adapters in use, as for :meth:`unload`, so that an adapter of this name is replaced; ``None``
+                if the name must be new. After an error the old adapter is still there.
 
         Raises:
             AdapterError: the adapter cannot be read, or does not fit the model.
-            RequestError: the name is in use, the engine has no slots for adapters, or an argument is of a wrong type.
+            RequestError: the name is in use, or, with ``used_keys``, the adapter of this name is; the engine has no
+                slots for adapters, or an argument is of a wrong type.
         """
-        self._check_name(name)
+        check_text("adapter name", name)
+        if used_keys is None or name not in self._registered:
+            used_keys = None
+            self._check_name(name)
         if not isinstance(adapter, PreparedAdapter):
             adapter = self.read(adapter)
         files = _files(adapter.path)
+        if used_keys is not None:
+            self.unload(name, used_keys)
         registration = self._add(name, adapter.path)
         registration.files, registration.digest = files, adapter.digest
         self._keep(registration.key, adapter, ())

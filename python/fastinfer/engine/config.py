@@ -67,19 +67,21 @@ class EngineConfig:
             float8_e4m3fn have one scale per token and head; uint8 stands for int4, with a scale and a minimum for every
             16 elements of a key and every 64 elements of a value.
         kv_cache_memory: size of the KV cache in bytes. ``None`` on a CPU: as much as ``max_num_seqs`` requests of
-            typical length need, or one of the longest, but at most half of the available memory. ``None`` on a GPU:
-            what ``gpu_memory_utilization`` allows.
+            typical length need, or one of the longest, but at most half of the available memory that weights and
+            ``kv_offloading_size`` leave. ``None`` on a GPU: what ``gpu_memory_utilization`` allows.
         gpu_memory_utilization: share of a GPU's memory that weights and KV cache may use together.
         num_kv_blocks: size of the KV cache in blocks; overrides ``kv_cache_memory``. Beside layers without an attention
             window, those with one get as many or fewer.
         enable_prefix_caching: whether requests reuse the cached keys and values of earlier requests that begin with the
             same tokens.
         kv_offloading_size: size in GiB of a store in host memory for blocks that leave the prefix cache, from which
-            later requests load them; ``None`` for no such store. At most the memory of the host, or of its container.
+            later requests load them; ``None`` for no such store. At most the memory of the host, or of its container;
+            on a CPU at most what is available beside the weights and the KV cache.
         kv_offloading_dir: folder in which computed blocks are kept, so that a later process need not compute them
             again; ``None`` for no such folder. Several processes may share it. The files tell what the prompts were:
             only their owner may read them, and they are not encrypted.
-        kv_offloading_dir_size: largest size of that folder in GiB; the blocks that were not used for longest go first.
+        kv_offloading_dir_size: largest size of that folder in GiB, beside the block that each process is just
+            writing; the blocks that were not used for longest go first.
         num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all
             sequences decode, a step with drafts has at most four tokens or a multiple of four, so 3 and 7 are good
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.

@@ -18,7 +18,7 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.disk_block_store import DiskBlockStore
 from fastinfer.engine.draft_model import DraftModelSpeculator
 from fastinfer.engine.head_speculator import HeadSpeculator
-from fastinfer.engine.kv_cache_size import KVCacheSize, Room, choose_kv_cache_size
+from fastinfer.engine.kv_cache_size import TYPICAL_TOKENS, KVCacheSize, Room, choose_kv_cache_size
 from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
@@ -35,7 +35,12 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 GPU_LATENT_SIZES = ((256, 64), (512, 64))
 
 
-def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | None = None) -> KVCacheSize:
+def kv_cache_size(
+    config: EngineConfig,
+    models: List[ModelConfig],
+    room: Room | None = None,
+    typical_tokens: int = TYPICAL_TOKENS,
+) -> KVCacheSize:
     """Choose the size of the KV caches and the longest sequence; every model gets a cache of this many blocks.
 
     Layers with the same window form a group. A window that is no shorter than any sequence is as good as none. A draft
@@ -46,7 +51,7 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | 
     Args:
         config: configuration of the engine.
         models: configurations of the model and of the draft model, if there is one.
-        room: memory for the caches, see :func:`fastinfer.engine.kv_cache_size.choose_kv_cache_size`.
+        room, typical_tokens: see :func:`fastinfer.engine.kv_cache_size.choose_kv_cache_size`.
 
     Raises:
         RequestError: the caches do not fit into memory, ``max_model_len`` does not fit into a cache or exceeds the
@@ -69,7 +74,7 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | 
             states += layer.num_bytes
         else:
             groups[layer.window] += layer.num_bytes
-    return choose_kv_cache_size(config, limit, groups, states, room)
+    return choose_kv_cache_size(config, limit, groups, states, room, typical_tokens)
 
 
 def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> None:

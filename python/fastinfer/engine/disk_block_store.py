@@ -7,10 +7,14 @@ differs in any way is no hit. Files are written under another name and renamed w
 synced: what a power failure leaves incomplete has a wrong checksum.
 
 Any number of processes may share a folder. The size of the folder is limited; the files whose time of modification,
-which every use renews, is oldest are removed first, whichever model they belong to.
+which every use renews, is oldest are removed first, whichever model they belong to. ``<folder>/written-<limit>`` counts
+what the processes with this limit have written since one of them looked through the folder, by its length, as appending
+is atomic. Who looks through the folder locks that file. The others do not wait, since the one that has the lock could
+hang: a block that they would write meanwhile is dropped.
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -37,8 +41,9 @@ LOG = logging.getLogger("fastinfer")
 MAGIC = b"fastinfer KV 1\0\0"
 # Blocks that wait to be written are copies in memory; further ones are dropped.
 MAX_QUEUED_BYTES = 256 << 20
-# The folder is scanned again after this share of its limit has been written, because other processes write too.
+# The folder is scanned again after this share of its limit has been written.
 SCAN_SHARE = 16
+COUNT = 2**16  # length in bytes of the file that counts when that is the case
 TEMPORARY_PREFIX = "tmp-"
 ABANDONED_S = 3600.0  # age in seconds at which a temporary file belongs to no living writer
 _MODEL_FOLDER = re.compile(r"[0-9a-f]{64}")
@@ -84,11 +89,11 @@ class DiskBlockStore(BlockStore):
     Args:
         folder: folder of the files of all models; it is created if it does not exist.
         fingerprint: 32 bytes that stand for everything on which a block's bytes depend beside its content.
-        max_bytes: largest size of all files in bytes.
+        max_bytes: largest size of all files in bytes, beside the block that each other process is just writing.
 
     Attributes:
         num_damaged: files that were not what their name says, since the start.
-        num_dropped: blocks that were not written because too many waited already.
+        num_dropped: blocks that were not written because too many waited already, or another process was making room.
         num_failed: blocks that could not be read or written.
 
     Raises:
@@ -101,7 +106,7 @@ class DiskBlockStore(BlockStore):
         self._folder = self._root / fingerprint.hex()
         self._fingerprint = fingerprint
         self._max_bytes = max_bytes
-        self._room = 0  # bytes that may be written before the folder is scanned again
+        self._has_scanned = False
         self._record = torch.empty(0, dtype=torch.uint8)  # the file that was read last
         self._reported: set[str] = set()
         self.num_damaged = 0
@@ -185,8 +190,11 @@ class DiskBlockStore(BlockStore):
         try:
             [tensor] = data.wait()
             header, payload = self._header(content), tensor.numpy().data
-            self._make_room(len(header) + len(payload) + 4)
             self._folder.mkdir(parents=True, exist_ok=True)
+            if not self._make_room(len(header) + len(payload) + 4):
+                with self._queue_lock:
+                    self.num_dropped += 1
+                return
             descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=self._folder)
             try:
                 with open(descriptor, "wb", buffering=0) as file:
@@ -199,20 +207,37 @@ class DiskBlockStore(BlockStore):
         except Exception as error:  # no request depends on it
             self._report_failure("written", path, error)
 
-    def _make_room(self, size: int) -> None:
-        """Remove the files that were not used for longest if the folder would become larger than its limit."""
-        if self._room < size:
-            step = max(self._max_bytes // SCAN_SHARE, size)
-            files = sorted(self._scan())
-            total = sum(file.size for file in files)
-            for file in files:
-                if total + step <= self._max_bytes:
-                    break
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(file.path)
-                total -= file.size
-            self._room = step
-        self._room -= size
+    def _make_room(self, size: int) -> bool:
+        """Count a file that is about to be written, and return whether it may be.
+
+        If that is too much without looking through the folder, the files that were not used for longest are removed.
+        """
+        step = max(self._max_bytes // SCAN_SHARE, size)
+        count = bytes(-(-size * COUNT // step))
+        with open(self._root / f"written-{self._max_bytes}", "ab", buffering=0) as file:
+            file.write(count)
+            if self._has_scanned and file.tell() <= COUNT:
+                return True
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            file.write(bytes(COUNT))  # so that nobody writes meanwhile
+            self._remove_beyond(self._max_bytes - step)
+            file.truncate(0)
+            file.write(count)
+        self._has_scanned = True
+        return True
+
+    def _remove_beyond(self, max_bytes: int) -> None:
+        files = sorted(self._scan())
+        total = sum(file.size for file in files)
+        for file in files:
+            if total <= max_bytes:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.path)
+            total -= file.size
 
     def _scan(self) -> list[_File]:
         """Return all files of blocks, and remove what killed processes left."""

@@ -462,7 +462,7 @@ class Engine:
         """
         return self.adapters.read(path)
 
-    def load_adapter(self, name: str, adapter: str | Path | PreparedAdapter) -> None:
+    def load_adapter(self, name: str, adapter: str | Path | PreparedAdapter, *, replace: bool = False) -> None:
         """Read a LoRA adapter for requests that name it, and keep it in host memory.
 
         ``max_loras`` adapters can run at the same time, and ``max_cpu_loras`` are kept in host memory. If there are
@@ -473,14 +473,16 @@ class Engine:
             name: name by which requests refer to the adapter.
             adapter: folder in the format that PEFT saves, or what :meth:`read_adapter` has read from it. The files must
                 stay as they are.
+            replace: whether it takes the place of an adapter of this name, which stays if there is an error.
 
         Raises:
             AdapterError: the adapter cannot be read, or does not fit the model.
-            RequestError: the name is in use, or ``max_loras`` is 0.
+            RequestError: the name is in use, or with ``replace`` an unfinished request or a pinned prompt uses the
+                adapter of this name; or ``max_loras`` is 0.
             UnavailableError: the engine sleeps.
         """
         self._check_awake()
-        self.adapters.load(name, adapter)
+        self.adapters.load(name, adapter, self._used_adapters() if replace else None)
 
     def register_adapter(self, name: str, path: str | Path) -> None:
         """Register a LoRA adapter that is read, in a thread of its own, when the first request names it.
@@ -505,9 +507,7 @@ class Engine:
             UnavailableError: the engine sleeps.
         """
         self._check_awake()
-        requests = [request for request in self.requests.active.values() if request.unfinished]
-        users = [request.sequences[0] for request in requests] + self.pinned_prompts.sequences
-        self.adapters.unload(name, [sequence.adapter_key for sequence in users])
+        self.adapters.unload(name, self._used_adapters())
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Return the names of the adapters of running and of waiting requests, sorted; may be called in any thread."""
@@ -724,6 +724,12 @@ class Engine:
         self._check_awake()
         self.requests.check_room(num_tokens)
         return self.requests.new_id(request_id)
+
+    def _used_adapters(self) -> list[str]:
+        """Return the keys of the adapters of all unfinished requests and of pinned prompts, one for each."""
+        requests = [request for request in self.requests.active.values() if request.unfinished]
+        users = [request.sequences[0] for request in requests] + self.pinned_prompts.sequences
+        return [sequence.adapter_key for sequence in users]
 
     def _check_awake(self) -> None:
         if self.is_sleeping:

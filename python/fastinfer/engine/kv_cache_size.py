@@ -72,8 +72,9 @@ def available_memory(device: str) -> int:
 def room_on(config: EngineConfig, device: str, weight_bytes: int = 0, available: int | None = None) -> Room:
     """Return the room for a cache on a device.
 
-    By default a cache uses half of the available memory that the weights leave on a CPU. On a GPU it uses what
-    ``gpu_memory_utilization`` of the whole memory leaves, so that the rest is there for activations.
+    By default a cache uses half of the available memory that the weights and the store of ``kv_offloading_size`` leave
+    on a CPU. On a GPU it uses what ``gpu_memory_utilization`` of the whole memory leaves, so that the rest is there for
+    activations.
 
     Args:
         config: configuration of the engine.
@@ -81,8 +82,17 @@ def room_on(config: EngineConfig, device: str, weight_bytes: int = 0, available:
         weight_bytes: size of the weights that are still to be loaded.
         available: number of bytes that the engine may use, these weights included; ``None`` for what is available on
             the device.
+
+    Raises:
+        RequestError: ``kv_offloading_size`` exceeds what the weights leave on a CPU.
     """
     free = max(0, (available_memory(device) if available is None else available) - weight_bytes)
+    if (store := _store_bytes(config, device)) > free:
+        raise RequestError(
+            f"kv_offloading_size must fit into the {free / 2**30:.1f} GiB of memory that are available beside the "
+            f"weights, got {config.kv_offloading_size}"
+        )
+    free -= store
     if torch.device(device).type != "cuda":
         return Room(free, int(free * CPU_MEMORY_SHARE))
     total = torch.cuda.mem_get_info(device)[1]
@@ -95,6 +105,7 @@ def choose_kv_cache_size(
     token_bytes: Mapping[int, int],
     state_bytes: int = 0,
     room: Room | None = None,
+    typical_tokens: int = TYPICAL_TOKENS,
 ) -> KVCacheSize:
     """Choose the number of blocks of each group of layers, and the longest sequence.
 
@@ -107,15 +118,16 @@ def choose_kv_cache_size(
             layers with this window.
         state_bytes: bytes of one sequence's states in all layers with linear attention.
         room: memory for the cache; ``None`` for what is available on the device, without weights to be loaded.
+        typical_tokens: sequence length in tokens that the default size on a CPU provides for.
 
     Raises:
-        RequestError: the cache does not fit into memory, or ``max_model_len`` does not fit into the cache or exceeds
-            the model's limit.
+        RequestError: the cache or ``kv_offloading_size`` does not fit into memory, or ``max_model_len`` does not fit
+            into the cache or exceeds the model's limit.
     """
     if config.max_model_len is not None and config.max_model_len > model_limit:
         raise RequestError(f"max_model_len must be at most the model's {model_limit}, got {config.max_model_len}")
     wanted = config.max_model_len or model_limit
-    sizes = _Sizes(config, token_bytes, wanted)
+    sizes = _Sizes(config, token_bytes, wanted, typical_tokens)
     room = room or room_on(config, config.device)
     memory = room.default if config.kv_cache_memory is None else config.kv_cache_memory
     num_states = _num_states(config, state_bytes, memory)
@@ -126,11 +138,12 @@ def choose_kv_cache_size(
     elif config.kv_cache_memory is not None:
         num_blocks = affordable
     else:
-        num_blocks = _default_num_blocks(config, sizes, affordable)
+        num_blocks = _default_num_blocks(config, sizes, affordable, typical_tokens)
     num_bytes = sizes.num_bytes(num_blocks) + all_states
     if num_bytes > room.free:
+        others = "the weights and kv_offloading_size" if _store_bytes(config, config.device) else "the weights"
         raise RequestError(
-            f"the KV cache must fit into the {room.free} bytes of memory that are available beside the weights, "
+            f"the KV cache must fit into the {room.free} bytes of memory that are available beside {others}, "
             f"got {num_blocks} blocks and {num_bytes} bytes"
         )
     needed = sizes.needed(config.max_model_len or 1)
@@ -145,6 +158,11 @@ def choose_kv_cache_size(
     return KVCacheSize(tuple(sizes.windows), counts, max_model_len, num_bytes, num_states)
 
 
+def _store_bytes(config: EngineConfig, device: str) -> int:
+    """Return how much of the device's memory the store of ``kv_offloading_size`` takes, in bytes; 0 on a GPU."""
+    return 0 if torch.device(device).type == "cuda" else int((config.kv_offloading_size or 0.0) * 2**30)
+
+
 class _Sizes:
     """The sizes of a KV cache by the number of blocks of its first group, which is the one without a window if any is.
 
@@ -152,13 +170,16 @@ class _Sizes:
         config: configuration of the engine.
         token_bytes: bytes of one token in each group, by window.
         max_model_len: longest sequence in tokens that is wanted.
+        typical_tokens: sequence length in tokens that the default size on a CPU provides for.
 
     Attributes:
         windows: the windows of all groups, in ascending order.
         max_model_len: see above.
     """
 
-    def __init__(self, config: EngineConfig, token_bytes: Mapping[int, int], max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, token_bytes: Mapping[int, int], max_model_len: int, typical_tokens: int
+    ) -> None:
         self.windows = sorted(token_bytes)
         self.max_model_len = max_model_len
         self._block_size = config.block_size
@@ -166,7 +187,7 @@ class _Sizes:
         self._num_seqs = config.max_num_seqs
         self._chunk = num_blocks_for(min(config.max_num_batched_tokens, max_model_len), config.block_size)
         # As many sequences of this length as the first group holds have room in the other groups too.
-        typical = min(max(TYPICAL_TOKENS, 2 * self.windows[-1]), max_model_len)
+        typical = min(max(typical_tokens, 2 * self.windows[-1]), max_model_len)
         self._typical = num_blocks_for(typical, config.block_size)
 
     def num_blocks(self, first: int) -> list[int]:
@@ -229,12 +250,12 @@ def options_for_memory(config: EngineConfig) -> str:
     return f"max_num_seqs (--max-num-seqs), max_num_batched_tokens, max_loras, {options_for(config)}"
 
 
-def _default_num_blocks(config: EngineConfig, sizes: _Sizes, affordable: int) -> int:
+def _default_num_blocks(config: EngineConfig, sizes: _Sizes, affordable: int, typical_tokens: int) -> int:
     """Return the number of blocks of the first group that no option sets.
 
     On a GPU this is all that the memory affords, on a CPU enough for sequences of typical length or for a long one.
     """
     if torch.device(config.device).type == "cuda":
         return affordable
-    usual = config.max_num_seqs * sizes.comfortable(min(sizes.max_model_len, TYPICAL_TOKENS))
+    usual = config.max_num_seqs * sizes.comfortable(min(sizes.max_model_len, typical_tokens))
     return min(affordable, max(usual, sizes.comfortable(sizes.max_model_len)))

@@ -133,7 +133,8 @@ class EngineStats:
         num_loaded_host_blocks, num_loaded_disk_blocks: blocks and snapshots of states since the start that were loaded
             from host memory and from disk instead of being computed.
         num_damaged_kv_files: files of the KV cache on disk since the start that were not what their name says.
-        num_dropped_kv_blocks: blocks since the start that were not written to disk because too many waited already.
+        num_dropped_kv_blocks: blocks since the start that were not written to disk, because too many waited
+            already or another process was making room in the folder.
         num_failed_kv_files: files since the start that could not be read or written.
         num_draft_rounds: times since the start that a sequence got draft tokens to be verified in one step.
     """

@@ -265,6 +265,16 @@ class ModelConfig:
         """Return the layer whose keys and values a layer attends to."""
         return self.kv_layers[layer] if self.kv_layers else layer
 
+    def table_length(self, max_model_len: int | None) -> int:
+        """Return the number of positions in the tables that layers look up by position.
+
+        Args:
+            max_model_len: longest sequence in tokens; ``None`` for the model's limit. A draft head follows a model, so
+                it has no limit of its own.
+        """
+        length = max_model_len or self.max_position
+        return length if self.is_draft_head else min(length, self.max_position)
+
     @property
     def stream_scale(self) -> float:
         """Number by which the residual stream is smaller than that of the checkpoint's model.

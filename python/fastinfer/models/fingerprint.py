@@ -21,12 +21,13 @@ def fingerprint(checkpoints: List[Checkpoint], precision: Precision, max_model_l
     Args:
         checkpoints: checkpoints of the model and of the draft model, if there is one.
         precision: precision in which they are loaded.
-        max_model_len: longest sequence in tokens, on which some rotary tables depend.
+        max_model_len: longest sequence in tokens, on which the factors of some rotary tables depend.
     """
     digest = hashlib.sha256(repr(precision).encode())
     for checkpoint in checkpoints:
-        scaling = checkpoint.config.rope_scaling.kind
-        digest.update(repr((checkpoint.config, max_model_len if scaling == "longrope" else None)).encode())
+        config = checkpoint.config
+        factors = config.rope_scaling.factors(config.table_length(max_model_len))
+        digest.update(repr((config, factors)).encode())
         for file in checkpoint.files:
             digest.update(_identity(file))
     return digest.hexdigest()

@@ -49,7 +49,7 @@ def load_eagle_head(
     """Read an EAGLE-3 head; arguments and errors are those of :func:`fastinfer.models.loader.load_decoder`."""
     reader, config, settings = EagleReader(checkpoint, precision, device), checkpoint.config, checkpoint.eagle
     hidden = config.hidden_size
-    tables = PositionTables.of(checkpoint, max_model_len or config.max_position, device)
+    tables = PositionTables.of(checkpoint, config.table_length(max_model_len), device)
     attention = load_attention(reader, tables, 0)
     assert isinstance(attention.norm, RMSNorm)
     count = 3 if settings.aux_layers is None else len(settings.aux_layers)
@@ -85,7 +85,7 @@ def load_dflash_head(
     reader, config = LayerReader(checkpoint, precision, device), checkpoint.config
     assert config.block is not None
     hidden, count = config.hidden_size, len(config.block.feature_layers)
-    tables = PositionTables.of(checkpoint, max_model_len or config.max_position, device)
+    tables = PositionTables.of(checkpoint, config.table_length(max_model_len), device)
     return DFlashHead(
         config=config,
         dtype=precision.dtype,

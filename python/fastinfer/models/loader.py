@@ -60,7 +60,7 @@ class DecoderLoader:
     def __init__(self, reader: LayerReader, max_model_len: int | None) -> None:
         self._reader = reader
         self._config = config = reader.config
-        positions = min(max_model_len or config.max_position, config.max_position)
+        positions = config.table_length(max_model_len)
         path = reader.checkpoint.path
         if positions > MAX_POSITIONS:
             raise RequestError(f"max_model_len must be at most {MAX_POSITIONS}, got {positions} from {path}")

@@ -55,6 +55,10 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
+    def factors(self, max_position: int) -> tuple[float, ...]:
+        """Return the divisors of each frequency in a table of this length (longrope)."""
+        return self.long_factors if max_position > self.original_max_position else self.short_factors
+
 
 def cos_sin_cache(
     rotary_dim: int,
@@ -174,7 +178,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _longrope(frequencies: Tensor, max_position: int, scaling: RopeScaling) -> tuple[Tensor, float]:
     """Divide each frequency by its own factor, which the model's authors found by search (LongRoPE, section 3)."""
-    factors = scaling.long_factors if max_position > scaling.original_max_position else scaling.short_factors
+    factors = scaling.factors(max_position)
     if len(factors) != len(frequencies):
         raise ValueError(f"longrope needs {len(frequencies)} factors, got {len(factors)}")
     magnitude = scaling.attention_factor
