@@ -43,7 +43,7 @@ demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
 	$(BIN)/fastinfer generate "Why is the sky blue?" --temperature 0 --max-tokens 128
 
-# As many workers as there are cores and memory for (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
+# The number of workers is chosen in tests/conftest.py; PYTEST_ARGS="-n 0" runs all in one process.
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 

@@ -57,10 +57,10 @@ def avx512_library() -> Path:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker per core, as far as there is memory; workers and the programs that they start share the cores."""
+    """Three workers for two cores, as far as there is memory: a third of the time tests wait for other programs."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    workers = max(1, min(cores, memory // WORKER_MEMORY))
+    workers = max(1, min(cores * 3 // 2, memory // WORKER_MEMORY))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     return workers
 
