@@ -16,7 +16,6 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from fastinfer.benchmarks.ablation_rows import ROWS, Row
 from fastinfer.benchmarks.progress import show_progress
 from fastinfer.benchmarks.report import median_ratio, percentile, print_plot, write_json
 from fastinfer.errors import FastinferError, RequestError
+from fastinfer.utils.programs import python_module
 from fastinfer.utils.table import format_table
 
 BATCH_SIZE = 8
@@ -100,7 +100,7 @@ def check_complete(row: Row, run: Measured) -> None:
 
 def _measure_in_process(row: Row, settings: Settings) -> Measured:
     message = json.dumps({"row": row.key, "settings": asdict(settings)})
-    command = [sys.executable, "-m", "fastinfer.benchmarks.ablation_row", message]
+    command = [*python_module("fastinfer.benchmarks.ablation_row"), message]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         lines = process.stderr.strip().splitlines() or [f"its process ended with the code {process.returncode}"]

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +16,10 @@ from fastinfer.server.router.local_replicas import LocalReplicas
 from fastinfer.server.router.run import run as run_router
 from fastinfer.utils.host_memory import host_memory
 from fastinfer.utils.places import is_list_of_places
+from fastinfer.utils.programs import python_module
 from fastinfer.utils.sealed_memory import SealedMemory
 
-COMMAND = (sys.executable, "-m", "fastinfer.cli.replica")
+MODULE = "fastinfer.cli.replica"
 GPUS = Path("/proc/driver/nvidia/gpus")
 # Options that are the router's alone. Replicas listen on 127.0.0.1, and have the keys of the router.
 OF_THE_ROUTER = {"uds": None, "root_path": "", "ssl_certfile": None, "ssl_keyfile": None, "spot_notice": None}
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.log_level == "info":  # the router has a line per request
         settings["log_level"] = "warning"
     config = RouterConfig(beta=args.beta, **http_settings(args))
-    host = LocalReplicas(config, COMMAND, settings, environments, share.weights if share else ())
+    host = LocalReplicas(config, python_module(MODULE), settings, environments, share.weights if share else ())
     with logging_to(None, args.log_format, args.log_level):
         code = run_router(config, host)
     if host.failure is not None:
