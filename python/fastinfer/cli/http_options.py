@@ -84,13 +84,17 @@ def add_logs(group: argparse._ArgumentGroup) -> None:
     )
 
 
+# What the extra "server" adds, and the server cannot do without.
+PACKAGES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client")
+
+
 def check_http(args: argparse.Namespace, command: str) -> None:
     """Check these options, and add what comes from the environment.
 
     Raises:
         RequestError: one is wrong, or packages are missing.
     """
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
+    if any(importlib.util.find_spec(package) is None for package in PACKAGES):
         raise RequestError(f"{command} needs further packages: pip install 'fastinfer[server]'")
     if args.metadata_url is not None and not args.metadata_url.startswith("http://"):
         raise RequestError(f"--metadata-url: expected an address that begins with http://, got {args.metadata_url!r}")

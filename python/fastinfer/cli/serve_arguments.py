@@ -209,6 +209,10 @@ def _check_cache(place: str, threshold: float | None) -> None:
         raise RequestError(f"--response-cache: {error}") from None
 
 
+# An installation may have the first one without the second.
+TRACING_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
 def _check_traces(args: argparse.Namespace) -> None:
     """Check the address for traces, and add the usual path to one that has none."""
     if args.otlp_traces_endpoint is None:
@@ -220,8 +224,11 @@ def _check_traces(args: argparse.Namespace) -> None:
         is_valid = False
     if not is_valid:
         raise RequestError(f"--otlp-traces-endpoint: expected http://HOST:PORT, got {args.otlp_traces_endpoint}")
-    # The exporter needs the SDK, and is named after it.
-    if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.sdk") is None:
+    try:
+        is_installed = all(importlib.util.find_spec(package) is not None for package in TRACING_PACKAGES)
+    except ModuleNotFoundError:  # a parent package is missing
+        is_installed = False
+    if not is_installed:
         raise RequestError("--otlp-traces-endpoint needs further packages: pip install 'fastinfer[otel]'")
     if url.path in ("", "/"):
         args.otlp_traces_endpoint = url._replace(path="/v1/traces").geturl()
