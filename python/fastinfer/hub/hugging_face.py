@@ -1,4 +1,7 @@
-"""Download of a model from the Hugging Face hub, into the hub's own cache."""
+"""Download of a model from the Hugging Face hub, into the hub's own cache.
+
+The hub's library takes 0.3 s to import, so that is done where it is needed.
+"""
 
 import glob
 import re
@@ -26,8 +29,7 @@ _WANTED = [
 _UNWANTED = ["*/*.safetensors", "*/*.json", "consolidated*", "adapter_*"]
 
 
-@cache  # a command looks its model up before torch is imported, and again when it is loaded
-def pull(repository: str, file: str | None) -> Path:
+def pull(repository: str, file: str | None, progress: bool = True) -> Path:
     """Download a GGUF file of a repository, or the repository if ``file`` is None. A process asks the hub once.
 
     If the file is one of several of a model that is split, all of them are downloaded.
@@ -35,7 +37,21 @@ def pull(repository: str, file: str | None) -> Path:
     Raises:
         ModelNotFoundError: the download failed, or the repository does not have the file, or config.json.
     """
-    # Imported here because it takes 0.3 s. It is always installed, because tokenizers depends on it.
+    if progress:
+        return _pull(repository, file)
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    are_hidden = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        return _pull(repository, file)
+    finally:
+        if not are_hidden:
+            enable_progress_bars()
+
+
+@cache  # a command looks its model up before torch is imported, and again when it is loaded
+def _pull(repository: str, file: str | None) -> Path:
     import huggingface_hub
 
     name = repository if file is None else f"{repository}/{file}"

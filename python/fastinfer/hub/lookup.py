@@ -70,7 +70,7 @@ def pull(name: str, *, progress: bool = True) -> Path:
             f"model {show_path(name)}: expected a file, a folder, org/repo, org/repo/file.gguf, or one of: "
             f"{registry.known_names()}; found none{did_you_mean(name)}"
         )
-    return hugging_face.pull(*match.groups())
+    return hugging_face.pull(match[1], match[2], progress)
 
 
 def _model_of_folder(folder: Path) -> Path:

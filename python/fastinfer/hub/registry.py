@@ -6,6 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastinfer.errors import ModelNotFoundError
+from fastinfer.utils.checks import show
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -102,6 +105,9 @@ def known_names() -> str:
 
 def cache_folder() -> Path:
     """Return the folder of downloaded models: ``models`` under ``$FASTINFER_CACHE``, else under the user's cache."""
-    if own := os.environ.get("FASTINFER_CACHE"):
-        return Path(own) / "models"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastinfer" / "models"
+    own = os.environ.get("FASTINFER_CACHE")
+    folder = own or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fastinfer")
+    expanded = os.path.expanduser(folder)
+    if expanded.startswith("~"):
+        raise ModelNotFoundError(f"FASTINFER_CACHE: expected a folder, as this user has no home, got {show(own)}")
+    return Path(expanded, "models")

