@@ -35,7 +35,7 @@ def pull(repository: str, file: str | None) -> Path:
     Raises:
         ModelNotFoundError: the download failed, or the repository does not have the file, or config.json.
     """
-    # Imported here because it takes 0.3 s. It is always installed, because tokenizers depends on it.
+    # Imported here because it takes 0.3 s.
     import huggingface_hub
 
     name = repository if file is None else f"{repository}/{file}"
@@ -47,7 +47,7 @@ def pull(repository: str, file: str | None) -> Path:
         else:
             # hf_hub_download would retry for half a minute without a network.
             folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=_files(file)))
-    # The library's error classes share no base across the versions that tokenizers allows, and errors of its HTTP
+    # The library's error classes share no base across the versions that pyproject.toml allows, and errors of its HTTP
     # library pass through it unchanged.
     except Exception as error:
         folders = Path(huggingface_hub.constants.HF_HUB_CACHE).glob("models--*")
