@@ -6,10 +6,10 @@ Environment:
     FASTINFER_CPU_OBJECTS 1: a CUDA build links the CPU kernels of this tree's CPU build, where there is one
     MAX_JOBS              compile jobs at once (default: bounded by cores and memory)
 
-CUDA is built when nvcc is found and either a GPU is visible or FASTINFER_CUDA_ARCHS is set; FASTINFER_BUILD=cuda
-demands it. torch is taken from the environment that is being installed into, also under pip's build isolation:
-sysconfig still names that environment there, so no second torch is downloaded to build against. Only where it has none,
-torch becomes a build requirement.
+CUDA is built when nvcc is found and either a GPU from sm_80 on is visible or FASTINFER_CUDA_ARCHS is set;
+FASTINFER_BUILD=cuda demands it. torch is taken from the environment that is being installed into, also under pip's
+build isolation: sysconfig still names that environment there, so no second torch is downloaded to build against. Only
+where it has none, torch becomes a build requirement.
 """
 
 import importlib.util
@@ -28,6 +28,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 MINIMUM_TORCH = (2, 11)
 MINIMUM_NVCC = (12, 4)
+MINIMUM_ARCH = 80  # cp.async and mma.sync of bf16
 DEFAULT_CUDA_ARCHS = "80;86;89;90a"
 JOB_MEMORY_GIB = 1.5  # the largest translation unit needs about 1 GiB
 
@@ -51,15 +52,26 @@ def find_torch() -> Path | None:
     return None
 
 
-def visible_gpu_archs() -> str:
-    """Architectures of the GPUs that nvidia-smi sees, empty where there is none."""
+def visible_gpu_archs() -> list[int]:
+    """Architectures of the GPUs that nvidia-smi sees."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     if shutil.which(query[0]) is None:
-        return ""
+        return []
     result = subprocess.run(query, capture_output=True, text=True)
     capabilities = re.findall(r"^(\d+)\.(\d+)$", result.stdout, re.MULTILINE)
-    archs = sorted({major + minor for major, minor in capabilities}, key=int)
-    return ";".join(arch + "a" if arch == "90" else arch for arch in archs)
+    return sorted({int(major + minor) for major, minor in capabilities})
+
+
+def named_archs() -> str:
+    """Architectures that FASTINFER_CUDA_ARCHS names, separated as CMake wants them; empty where it names none."""
+    archs = [arch for arch in re.split("[;, ]", os.environ.get("FASTINFER_CUDA_ARCHS", "")) if arch]
+    for arch in archs:
+        match = re.fullmatch(r"(\d+)(a?)(-real|-virtual)?", arch)
+        if match is None or int(match[1]) < (90 if match[2] else MINIMUM_ARCH):
+            raise SystemExit(
+                f'FASTINFER_CUDA_ARCHS must name architectures from {MINIMUM_ARCH} on, such as "80;90a", got {arch!r}'
+            )
+    return ";".join(archs)
 
 
 def nvcc_version(nvcc: str) -> tuple[int, int]:
@@ -98,12 +110,12 @@ def remarks_on_torch(torch_dir: Path) -> str:
 def cuda_archs() -> str:
     """Architectures to build for, empty for a CPU build; prints the decision in one line."""
     mode = os.environ.get("FASTINFER_BUILD", "auto")
-    archs = os.environ.get("FASTINFER_CUDA_ARCHS", "").replace(",", ";").replace(" ", ";")
     if mode not in ("auto", "cpu", "cuda"):
         raise SystemExit(f"FASTINFER_BUILD must be auto, cpu or cuda, got {mode!r}")
     if mode == "cpu":
         print("fastinfer: CPU build (FASTINFER_BUILD=cpu)")
         return ""
+    archs = named_archs()
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if nvcc is None:
         if mode == "cuda" or archs:
@@ -130,7 +142,16 @@ def cuda_archs() -> str:
             print(f"fastinfer: CPU build ({found} at most)")
             return ""
         print(f"fastinfer: what is built does not run on this machine: {found} at most")
-    archs = archs or visible_gpu_archs() or (DEFAULT_CUDA_ARCHS if mode == "cuda" else "")
+    gpus = [] if archs else visible_gpu_archs()
+    usable = [gpu for gpu in gpus if gpu >= MINIMUM_ARCH]
+    if gpus and not usable:
+        found = f"this GPU is sm_{gpus[-1]}; {MINIMUM_ARCH} is needed"
+        if mode == "cuda":
+            raise SystemExit(f"fastinfer: CUDA was asked for, but {found}")
+        print(f"fastinfer: CPU build ({found})")
+        return ""
+    archs = archs or ";".join("90a" if gpu == 90 else str(gpu) for gpu in usable)
+    archs = archs or (DEFAULT_CUDA_ARCHS if mode == "cuda" else "")
     if not archs:
         print(
             'fastinfer: CPU build (nvcc is there, but no GPU: set FASTINFER_CUDA_ARCHS="80;90a" to build CUDA as well)'
@@ -143,7 +164,9 @@ def cuda_archs() -> str:
 
 def compile_jobs() -> int:
     if jobs := os.environ.get("MAX_JOBS"):
-        return max(1, int(jobs))
+        if not jobs.isdecimal() or int(jobs) == 0:
+            raise SystemExit(f"MAX_JOBS must be a number of compile jobs, 1 or more, got {jobs!r}")
+        return int(jobs)
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib / JOB_MEMORY_GIB)))
 

@@ -12,7 +12,7 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from support.container import can_sandbox, health_command, image_environment, instructions, run_in_sandbox
-from support.manifests import DEPLOY, deployment, documents
+from support.manifests import DEPLOY, containers, documents
 from support.proxies import free_port
 
 pytestmark = [
@@ -68,7 +68,7 @@ def test_the_image(model_path: Path) -> None:
 @pytest.mark.parametrize(("folder", "notice"), [("base", None), ("spot", None), ("spot", "aws")])
 def test_the_pods(folder: str, notice: str | None, model_path: Path) -> None:
     """The kubelet's part: the probes, preStop (here of half a second), SIGTERM. A spot machine's notice comes first."""
-    [server] = deployment(folder)["spec"]["template"]["spec"]["containers"]
+    server = containers(documents(folder))["server"]
     assert [mount["mountPath"] for mount in server["volumeMounts"]] == ["/models", "/tmp"]
     probes = {kind: server[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")}
     assert {probe["port"] for probe in probes.values()} == {server["ports"][0]["name"]}
@@ -84,8 +84,7 @@ def test_the_pods(folder: str, notice: str | None, model_path: Path) -> None:
         "notice": notice,
         **{"key": "secret", "model": "smollm2-135m-instruct"},
     }
-    variables = image_environment(IMAGE) | {item["name"]: item.get("value", "secret") for item in server["env"]}
-    assert run_in_sandbox(plan, variables, model_path.parent.parent) == EXPECTED
+    assert run_in_sandbox(plan, image_environment(IMAGE) | server["env"], model_path.parent.parent) == EXPECTED
 
 
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server (Debian: redis-server)")
@@ -109,8 +108,7 @@ def test_the_redis_of_compose(tmp_path: Path) -> None:
 
 def test_the_job_that_pulls_the_model(model_path: Path) -> None:
     """Repeated on a volume that has the model, it downloads nothing."""
-    [job] = [document for document in documents("base") if document["kind"] == "Job"]
-    [container] = job["spec"]["template"]["spec"]["containers"]
+    container = containers(documents("base"))["pull"]
     plan = {"job": container["command"]}
-    found: Any = run_in_sandbox(plan, image_environment(IMAGE), model_path.parent.parent)
+    found: Any = run_in_sandbox(plan, image_environment(IMAGE) | container["env"], model_path.parent.parent)
     assert found == {"exit code": 0, "output": "/models/models/SmolLM2-135M-Instruct.Q4_1.gguf"}

@@ -1,12 +1,13 @@
 """The files of deploy/: the tools that read them accept them, and they agree with the server and with each other."""
 
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.dashboard import dashboard_queries
-from support.manifests import DEPLOY, KUBERNETES, check, deployment, documents, render
+from support.manifests import DEPLOY, KUBERNETES, check, containers, deployment, documents, render
 from support.paths import ROOT
 
 from fastinfer.engine.config import EngineConfig
@@ -99,6 +100,27 @@ def test_pods_get_the_time_that_the_drain_needs(folder: str) -> None:
 def test_compose_gives_the_time_that_the_drain_needs() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     assert compose["services"]["server"]["stop_grace_period"] == "60s"  # the drain's default is 45 s
+
+
+@pytest.mark.parametrize(
+    ("folder", "tag", "args"),
+    [
+        ("base", "cpu", ["--threads=4", "--drain-timeout=45"]),
+        ("gpu", "cuda", ["--device=cuda", "--drain-timeout=45"]),
+        ("spot", "cpu", ["--threads=4", "--drain-timeout=8"]),
+    ],
+)
+def test_another_image_and_another_model(tmp_path: Path, folder: str, tag: str, args: list[str]) -> None:
+    """Both have their names in the kustomization of base alone."""
+    shutil.copytree(KUBERNETES, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "base/kustomization.yaml"
+    text = path.read_text().replace("registry.example.com/fastinfer", "localhost:5000/team/server")
+    path.write_text(text.replace("smollm2-135m-instruct", "org/name/model.gguf"))
+    found = containers(documents(folder, tmp_path))
+    image = f"localhost:5000/team/server:{tag}"
+    assert {name: container["image"] for name, container in found.items()} == {"server": image, "pull": image}
+    assert found["server"]["args"] == ["--model=org/name/model.gguf", *args]
+    assert found["pull"]["command"] == ["fastinfer", "pull", "org/name/model.gguf"]
 
 
 @pytest.mark.parametrize("folder", WORKLOADS)

@@ -24,7 +24,13 @@ from fastinfer.utils.device import resolve_device
 
 
 def machine(
-    monkeypatch: pytest.MonkeyPatch, *, archs: list[str], torch_cuda: str | None, gpu: bool, current: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    archs: list[str],
+    torch_cuda: str | None,
+    gpu: bool,
+    current: int = 0,
+    capabilities: tuple[tuple[int, int], ...] = ((8, 0), (9, 0)),
 ) -> None:
     """A machine with two GPUs, of which the thread uses ``current``."""
     monkeypatch.setattr(device._C, "build_info", lambda: {**_BUILD, "cuda_archs": archs})
@@ -32,6 +38,7 @@ def machine(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
 
 
 _BUILD = _C.build_info()
@@ -66,6 +73,20 @@ def test_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             resolve_device(f"cuda:{number}")
         with pytest.raises(RequestError, match=message):
             LLM(device=f"cuda:{number}")
+
+
+def test_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    capabilities = ((7, 5), (9, 0))
+    machine(monkeypatch, archs=["90a"], torch_cuda="13.0", gpu=True, capabilities=capabilities)
+    assert resolve_device("auto") == "cpu"
+    needs = "needs kernels for sm_75, got 90a"
+    assert caplog.messages == [f"this machine has a GPU, but the model runs on the CPU: the GPU {needs}"]
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(RequestError, match=f"^device '{name}' {needs}$"):
+            resolve_device(name)
+    assert resolve_device("cuda:1") == "cuda:1"
+    machine(monkeypatch, archs=["90a"], torch_cuda="13.0", gpu=True, capabilities=capabilities, current=1)
+    assert resolve_device("auto") == "cuda:1"
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:-1", "cuda:01", "cuda:x", "cuda: 1", "cpu:0", "CUDA", "", 1])

@@ -63,7 +63,7 @@ def _pull(repository: str, file: str | None) -> Path:
         else:
             # hf_hub_download would retry for half a minute without a network.
             folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=_files(file)))
-    # The library's error classes share no base across the versions that tokenizers allows, and errors of its HTTP
+    # The library's error classes share no base across the versions that pyproject.toml allows, and errors of its HTTP
     # library pass through it unchanged.
     except Exception as error:
         folders = Path(huggingface_hub.constants.HF_HUB_CACHE).glob("models--*")
