@@ -14,6 +14,7 @@ from types import FrameType
 
 from fastinfer.cli.conversation import Conversation, Piece
 from fastinfer.errors import FastinferError, RequestError
+from fastinfer.utils.text import is_text
 
 HELP = """\
 /help         show this list
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print(f"\n{HINT}")
             continue
-        if not _is_unicode(text):
+        if not is_text(text):
             print(f"fastinfer: error: expected a line in UTF-8, got {os.fsencode(text)[:80]!r}", file=sys.stderr)
             continue
         if text == "/quit":
@@ -74,14 +75,6 @@ def run(args: argparse.Namespace) -> int:
                 print(f"fastinfer: error: {error}{hint}", file=sys.stderr)
             else:
                 conversation.messages += [question, {"role": "assistant", "content": text}]
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # Imported when needed: one needs torch, the other httptools.
