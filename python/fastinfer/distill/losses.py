@@ -30,10 +30,10 @@ class Targets:
     log_probs: Tensor
     tail: Tensor
 
-    def compare(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [n, k + 1] of the teacher and of a student with logits [n, vocab]."""
+    def compare(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities [n, k + 1] of the teacher and of a student with [n, vocab]."""
         p = torch.cat([self.log_probs, self.tail[:, None]], -1).float().log_softmax(-1)
-        chosen = logits.gather(-1, self.tokens) - logits.logsumexp(-1, keepdim=True)
+        chosen = log_probs.gather(-1, self.tokens)
         others = torch.log1p(-chosen.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
         return p, torch.cat([chosen, others], -1)
 
@@ -48,23 +48,23 @@ class WholeTargets:
 
     log_probs: Tensor
 
-    def compare(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [n, vocab] of the teacher and of a student with logits [n, vocab]."""
-        return self.log_probs, logits.log_softmax(-1)
+    def compare(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities [n, vocab] of the teacher and of a student with [n, vocab]."""
+        return self.log_probs, log_probs
 
 
-def logit_loss(logits: Tensor, targets: Targets | WholeTargets, divergence: str, temperature: float = 1.0) -> Tensor:
+def logit_loss(log_probs: Tensor, targets: Targets | WholeTargets, divergence: str, temperature: float = 1.0) -> Tensor:
     """Compute the divergence of the student's distributions from the teacher's.
 
     Args:
-        logits: [n, vocab], the student's.
+        log_probs: [n, vocab] fp32, the student's, of logits that are divided by the temperature.
         targets: the teacher's distributions, with logits divided by the same temperature.
         divergence: ``"fkl"``, Kullback-Leibler divergence KL(teacher || student); ``"rkl"``, KL(student || teacher);
             ``"jsd"``, Jensen-Shannon divergence; ``"lk"``, ``-log`` of the probability that a draft is accepted,
             the sum of ``min(teacher, student)`` (arXiv 2602.23881).
-        temperature: divisor of the logits; the result is multiplied by its square, so that gradients keep their size.
+        temperature: that divisor; the result is multiplied by its square, so that gradients keep their size.
     """
-    p, q = targets.compare(logits.float() / temperature)
+    p, q = targets.compare(log_probs)
     if divergence == "fkl":
         loss = _kl(p, q)
     elif divergence == "rkl":

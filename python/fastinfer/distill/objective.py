@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import nll_loss
 
 from fastinfer.distill.losses import Targets, WholeTargets, attention_loss, hidden_loss, logit_loss
 from fastinfer.distill.student import PROJECTIONS, Student
@@ -49,11 +50,17 @@ class Objective:
         attention_layer = None if self.attention_layer is None else student.layer_of(self.attention_layer)
         with student.recording(hidden, attention_layer) as found:
             logits = student.logits(ids[:, :-1])[:, self.given - 1 :].flatten(0, 1)
+
+        @cache  # losses share them: a step has 200 MB of them for 49,152 tokens
+        def log_probs(temperature: float) -> Tensor:
+            return (logits.float() if temperature == 1.0 else logits.float() / temperature).log_softmax(-1)
+
         parts = []
         if "logit" in self.losses:
-            parts.append(logit_loss(logits, self._targets(shard), self.divergence, self.temperature))
+            student_log_probs = log_probs(self.temperature)
+            parts.append(logit_loss(student_log_probs, self._targets(shard), self.divergence, self.temperature))
         if "ce" in self.losses:
-            parts.append(cross_entropy(logits.float(), ids[:, self.given :].flatten()))
+            parts.append(nll_loss(log_probs(1.0), ids[:, self.given :].flatten()))
         if "hidden" in self.losses:
             parts.append(torch.stack([_hidden(found[name], shard[name]) for name in hidden]).mean())
         if "attention" in self.losses:

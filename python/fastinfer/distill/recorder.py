@@ -150,8 +150,6 @@ class Recorder:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _top(self, logits: Tensor) -> dict[str, Tensor]:
-        logits = logits.float() / self._temperature
-        values, tokens = logits.topk(self._top_k)
-        log_probs = values - logits.logsumexp(-1, keepdim=True)
+        log_probs, tokens = (logits.float() / self._temperature).log_softmax(-1).topk(self._top_k)
         tail = torch.log1p(-log_probs.exp().sum(-1).clamp(max=1 - 1e-7))
         return {"tokens": tokens.int(), "log_probs": log_probs.half(), "tail": tail.half()}
