@@ -66,7 +66,7 @@ class SamplingParams:
             Every step waits for them, and an error in one ends the request with the finish reason ``"error"``.
         max_tokens: largest number of generated tokens; ``None`` for as many as the context holds.
         min_tokens: number of generated tokens before which no end of sequence and no stop token is drawn, and in whose
-            text no string of ``stop`` begins.
+            text no string of ``stop`` ends.
         stop: a string or strings that end the text. The text is cut before the first stop string that is completed.
         stop_token_ids: token ids that end the text and are not part of it.
         include_stop_str_in_output: let the text end with the stop string, or with the text of the stop token.

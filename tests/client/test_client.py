@@ -110,6 +110,45 @@ def test_answers_that_end_with_the_connection() -> None:
         ask(server)
 
 
+@pytest.mark.parametrize(
+    ("interim", "closes", "error"),
+    [
+        (b"HTTP/1.1 103 Early Hints\r\nContent-Length: 0\r\n\r\n", True, None),
+        (b"", False, "the connection ended before the answer did"),
+    ],
+)
+def test_end_of_a_connection(interim: bytes, closes: bool, error: str | None) -> None:
+    """An answer ends if the server closes the connection, not if the client does."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(interim + b"HTTP/1.1 200 OK\r\n\r\nhello")
+        if closes:
+            writer.close()
+        else:
+            await reader.read()
+
+    async def request() -> list[bytes]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            endpoint = Endpoint.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            connection = await Connection.open(endpoint)
+            parts: list[bytes] = []
+
+            def on_data(data: bytes) -> None:
+                parts.append(data)
+                if not closes:
+                    connection.close()
+
+            assert await connection.request("GET", "/models", b"", on_data) == 200
+            return parts
+
+    if error is None:
+        assert b"".join(asyncio.run(request())) == b"hello"
+    else:
+        with pytest.raises(ServerError, match=error):
+            asyncio.run(request())
+
+
 def test_key_is_sent() -> None:
     with FakeOpenAIServer(api_key="right") as server:
         assert ask(server, "right")

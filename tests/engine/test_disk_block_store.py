@@ -2,10 +2,12 @@
 
 import errno
 import fcntl
+import io
 import logging
 import os
 import random
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -242,6 +244,51 @@ def test_a_full_disk(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list(store._folder.iterdir())) == 1, "what was half written stays"
     fill(store, 3)
     assert all(check(store, number) for number in range(3))
+
+
+class FullDisk(io.FileIO):
+    """A file to which nothing can be written before something has been removed."""
+
+    def write(self, data: Any) -> int:
+        if kv_files(Path(str(self.name)).parent):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_room_is_made_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(make(tmp_path), 5)
+    store = make(tmp_path, 500)  # one file
+    opened = open
+
+    def open_file(file: Any, mode: str, buffering: int = -1) -> Any:
+        return FullDisk(file, mode) if Path(str(file)).name.startswith("written-") else opened(file, mode, buffering)
+
+    monkeypatch.setattr(disk_block_store, "open", open_file, raising=False)
+    store.put(content(7), HostCopy([payload(7)]))
+    wait_for_files(store)
+    assert store.num_failed == 0
+    assert [check(store, number) for number in (0, 4, 7)] == [False, False, True]
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = make(tmp_path), make(tmp_path)
+    children = []
+
+    def scan(store: DiskBlockStore) -> list[Any]:
+        children.append(pid := os.fork())
+        if not pid:
+            signal.pause()
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskBlockStore, "_scan", scan)
+        fill(first, 1)
+    try:
+        fill(second, 2)
+        assert second.num_dropped == 0
+    finally:
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
 
 
 def test_a_folder_that_disappears(tmp_path: Path) -> None:

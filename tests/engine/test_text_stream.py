@@ -40,15 +40,25 @@ def feed(pieces: list[str], stop: tuple[str, ...], rest: str = "") -> tuple[list
 
 
 @pytest.mark.parametrize(
-    ("min_tokens", "text", "stopped_by"),
-    [(0, "", "ab"), (1, "a", "b"), (2, "ab", "cab"), (3, "abc", "ab"), (4, "abca", "b"), (5, "abcab", None)],
+    ("min_tokens", "stop", "text", "stopped_by"),
+    [
+        (0, ("ab", "cab"), "", "ab"),
+        (1, ("ab", "cab"), "", "ab"),  # which ends in the second token
+        (2, ("ab", "cab"), "ab", "cab"),
+        (2, ("ab",), "abc", "ab"),
+        (4, ("b",), "abca", "b"),
+        (5, ("b", "cabx"), "abcab", None),
+    ],
 )
-def test_no_stop_string_begins_in_the_first_tokens(min_tokens: int, text: str, stopped_by: str | None) -> None:
-    stop = ("b",) if min_tokens in (1, 4) else ("ab", "cab")
+def test_no_stop_string_ends_in_the_first_tokens(
+    min_tokens: int, stop: tuple[str, ...], text: str, stopped_by: str | None
+) -> None:
     stream = TextStream(Letters(list("abcab")), stop, min_tokens=min_tokens)
     for index in range(5):
         if stream.stopped_by is None:
             stream.add(index)
+    if stream.stopped_by is None:
+        stream.flush()
     assert (stream.utf8.decode(), stream.stopped_by) == (text, stopped_by)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastinfer.nn import Linear, QuantLinear
 from fastinfer.quantize.rounding import NF4_TABLE
@@ -134,6 +135,25 @@ def test_assigned_to_meta(kind: str, dense_state: bool) -> None:
     empty.load_state_dict((dense if dense_state else layer).state_dict(), assign=True)
     x = torch.randn(4, 96)
     assert torch.equal(empty(x), layer(x))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_assigned_state_of_a_layer_on_a_gpu(kind: str) -> None:
+    """It has the packed weight on the CPU, in the CPU's layout, and all else on the GPU."""
+    with FakeTensorMode():
+        layer = QuantLinear(96, 50, kind=kind, device="cuda")
+        layer.load_state_dict(layer.state_dict(), assign=True)
+    assert {buffer.device.type for buffer in layer.buffers()} == {"cuda"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_table_stays_where_it_is(device: str) -> None:
+    layer = QuantLinear(96, 50, kind="nf4", device=device)
+    table = layer.table
+    state = QuantLinear(96, 50, kind="nf4").state_dict()
+    layer.load_state_dict(state, assign=device == "meta")
+    assert (layer.table is table) is (device == "cpu")
+    assert torch.equal(layer.table, NF4_TABLE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

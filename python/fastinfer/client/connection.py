@@ -105,9 +105,11 @@ class Connection(asyncio.Protocol):
             self._on_data(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))
             self._parts.clear()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        if error is None and self._has_head and self._ends_with_connection:  # RFC 9112, section 6.3
+    def eof_received(self) -> None:
+        if self._has_head and self._ends_with_connection:  # RFC 9112, section 6.3
             self._finish()
+
+    def connection_lost(self, error: Exception | None) -> None:
         self._fail("the connection ended before the answer did")
 
     def _fail(self, message: str) -> None:
@@ -127,7 +129,9 @@ class Connection(asyncio.Protocol):
             self._ends_with_connection = False
 
     def on_headers_complete(self) -> None:
-        self._has_head = self.status >= 200  # after an interim answer another one follows
+        self._has_head = self.status >= 200
+        if not self._has_head:  # another answer follows
+            self._ends_with_connection = True
 
     def on_body(self, data: bytes) -> None:
         self._parts.append(data)

@@ -215,17 +215,22 @@ class DiskBlockStore(BlockStore):
         step = max(self._max_bytes // SCAN_SHARE, size)
         count = bytes(-(-size * COUNT // step))
         with open(self._root / f"written-{self._max_bytes}", "ab", buffering=0) as file:
-            file.write(count)
-            if self._has_scanned and file.tell() <= COUNT:
-                return True
+            with contextlib.suppress(OSError):  # the disk is full
+                file.write(count)
+                if self._has_scanned and file.tell() <= COUNT:
+                    return True
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            file.write(bytes(COUNT))  # so that nobody writes meanwhile
-            self._remove_beyond(self._max_bytes - step)
-            file.truncate(0)
-            file.write(count)
+            try:
+                with contextlib.suppress(OSError):
+                    file.write(bytes(COUNT))  # so that nobody writes meanwhile
+                self._remove_beyond(self._max_bytes - step)
+                file.truncate(0)
+                file.write(count)
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file, too
         self._has_scanned = True
         return True
 

@@ -85,13 +85,18 @@ class StopStringMatcher:
         self._state = 0
         self._held: deque[str] = deque()  # the text that is held back, character by character
 
-    def add(self, piece: str) -> str:
-        """Append a piece of text, and return the text that is released by it."""
+    def add(self, piece: str, may_end: bool = True) -> str:
+        """Append a piece of text, and return the text that is released by it.
+
+        Args:
+            piece: the text.
+            may_end: whether a stop string that is complete within the piece counts.
+        """
         automaton = self._automaton
         for character in piece:
             self._state = automaton.next_state(self._state, character)
             self._held.append(character)
-            self.matched = automaton.ends[self._state]
+            self.matched = automaton.ends[self._state] if may_end else None
             if self.matched is not None:
                 released = self._release(0 if self._includes_stop else len(self.matched))
                 self._held.clear()

@@ -246,12 +246,16 @@ class QuantLinear(ExactBuffers, nn.Linear):
             state_dict.update({prefix + name: values for name, values in rounded.items()})
         elif prefix + "qweight" in state_dict:
             qweight = state_dict[prefix + "qweight"]
-            if device_of(qweight).type == "cuda":
-                integers = self._integers(qweight.cpu())
-                state_dict[prefix + "qweight"] = self._pack(integers.to(device_of(qweight)))
+            # The state of a layer on a GPU has it on the CPU, and the scales on the GPU.
+            device = device_of(state_dict.get(prefix + "scales", qweight))
+            if device.type == "cuda":
+                state_dict[prefix + "qweight"] = self._pack(self._integers(qweight.cpu()).to(device))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if self.table is not None:  # the state has none
-            self.table = NF4_TABLE.to(self.qweight.device)
+            if self.table.device == self.qweight.device:
+                self.table.copy_(NF4_TABLE)  # in place, like the weight
+            else:
+                self.table = NF4_TABLE.to(self.qweight.device)
 
 
 def make_linear(

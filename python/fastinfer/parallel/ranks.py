@@ -16,6 +16,7 @@ from fastinfer import _C
 from fastinfer.errors import RequestError
 from fastinfer.parallel.group import Group
 from fastinfer.utils.process_state import process_state
+from fastinfer.utils.programs import module_path
 
 # Seconds that ranks have to end by themselves, after a message or after the group was aborted.
 END_SECONDS = 1.0
@@ -110,7 +111,7 @@ class Ranks:
     def _start(self, rank: int) -> IO[bytes]:
         """Start the process of a rank, and return its standard output."""
         program = PROGRAM.format(module=self._module)
-        arguments = [sys.executable, "-c", program, str(os.getpid()), str(rank), "\n".join(sys.path)]
+        arguments = [sys.executable, "-c", program, str(os.getpid()), str(rank), "\n".join(module_path())]
         self._processes[rank] = process = subprocess.Popen(
             arguments,
             stdin=subprocess.PIPE,

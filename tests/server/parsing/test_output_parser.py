@@ -1,5 +1,6 @@
 import json
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from fastinfer.server.parsing import (
     begun_answer,
     find_spec,
 )
+from fastinfer.server.parsing.argument_types import ArgumentTypes
 
 QWEN3 = find_spec("<think> <tool_call>", {})
 assert QWEN3 is not None
@@ -563,6 +565,38 @@ def test_a_large_schema_is_read_once() -> None:
         return count_lines(lambda: parse("qwen3_coder", text, tools=tools))
 
     assert work(101) - work(1) < 100 * 2000
+
+
+def test_definitions_that_refer_to_each_other_are_read_in_any_order() -> None:
+    schema = {
+        "$defs": {
+            "A": {"anyOf": [{"$ref": "#/$defs/B"}, {"type": "string"}]},
+            "B": {"allOf": [{"type": "string"}, {"$ref": "#/$defs/A"}]},
+        },
+        "properties": {"x": {"$ref": "#/$defs/A"}, "y": {"$ref": "#/$defs/B"}},
+    }
+    for keys in ("xy", "yx"):
+        types = ArgumentTypes(schema)
+        assert {types[key].to_json("5") for key in keys} == {'"5"'}
+
+
+def test_definitions_that_arguments_share_are_read_once() -> None:
+    shared = {"anyOf": [{"const": f"{i}"} for i in range(2000)]}
+    properties = {f"p{i}": {"$ref": "#/$defs/shared", "description": "one of many"} for i in range(100)}
+    types = ArgumentTypes({"$defs": {"shared": shared}, "properties": properties})
+    types["p0"]
+    assert count_lines(lambda: [types[key] for key in properties]) < 100 * 100
+    assert types["p7"].to_json("7") == '"7"'
+
+
+def test_what_is_no_number_is_found_out_in_linear_time() -> None:
+    """A million digits take milliseconds; in quadratic time they would take hours."""
+    program = (
+        "from fastinfer.server.parsing.argument_types import ArgumentTypes\n"
+        "number = ArgumentTypes({'properties': {'n': {'type': 'number'}}})['n']\n"
+        "assert number.to_json('1' * 10**6 + 'x').startswith('\"1')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 @pytest.mark.parametrize("unit", ["<tool_call>", " ", '<tool_call>{"name": "', "[", '{"a":'])

@@ -2,14 +2,16 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from fastinfer.server.parsing.value_reader import PYTHON, MalformedError, read_value
 
-MAX_DEPTH = 100  # of schemas within a schema, references included
+# Schemas that refer to each other are looked at again until nothing changes, at most so often. What is known then may
+# allow more types than the schemas do.
+MAX_ROUNDS = 10
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -19,9 +21,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
+# Keywords beside which a reference is not all that there is to choose from.
+_CHOOSING = frozenset({"const", "enum", "oneOf", "anyOf", "allOf"})
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+# Without two ways to match the same digits, which would take quadratic time.
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class ArgumentType:
 
 
 class ArgumentTypes:
-    """The types of a tool's arguments, each found once.
+    """The types of a tool's arguments.
 
     Args:
         parameters: JSON schema of all arguments. References are looked up in it.
@@ -88,23 +93,32 @@ class ArgumentTypes:
 
     def __init__(self, parameters: object) -> None:
         self._root = parameters
-        self._types = _Types(parameters)
-        self._known: dict[str, ArgumentType] = {}
         self._properties: dict[str, Any] = {}
         for part in _parts(parameters, parameters):
             properties = part.get("properties")
             for key, schema in properties.items() if isinstance(properties, dict) else ():
                 self._properties.setdefault(key, schema)
+        self._names = _names(self._properties.values(), parameters)
+        self._texts: dict[int, frozenset[str]] = {}
 
     def __getitem__(self, key: str) -> ArgumentType:
-        if key not in self._properties:
+        schema = self._properties.get(key)
+        if not isinstance(schema, dict):
             return ArgumentType()
-        if key not in self._known:
-            schema = self._properties[key]
+        return ArgumentType(self._names[id(schema)], self._texts_of(schema))
+
+    def _texts_of(self, schema: dict[str, Any]) -> frozenset[str]:
+        """Return the strings to choose from; arguments may share a definition that has many."""
+        followed = {id(schema)}
+        while isinstance(target := _target(schema, self._root), dict) and not schema.keys() & _CHOOSING:
+            if id(target) in followed:
+                break
+            followed.add(id(target))
+            schema = target
+        if id(schema) not in self._texts:
             choices = [value for part in _parts(schema, self._root) for value in _choices(part) or ()]
-            texts = frozenset(value for value in choices if isinstance(value, str))
-            self._known[key] = ArgumentType(self._types.names(schema), texts)
-        return self._known[key]
+            self._texts[id(schema)] = frozenset(value for value in choices if isinstance(value, str))
+        return self._texts[id(schema)]
 
 
 def _parts(schema: object, root: object) -> Iterator[dict[str, Any]]:
@@ -116,43 +130,61 @@ def _parts(schema: object, root: object) -> Iterator[dict[str, Any]]:
         if isinstance(part, dict) and id(part) not in seen:
             seen.add(id(part))
             yield part
-            waiting += [s for keyword in ("oneOf", "anyOf", "allOf") for s in reversed(_list(part, keyword))]
-            waiting.append(_target(part, root))
+            waiting += reversed(_next(part, root))
 
 
-class _Types:
-    """Finds the types that a schema allows.
+def _next(schema: dict[str, Any], root: object) -> list[object]:
+    """Return the schemas that this one combines or refers to."""
+    combined = [part for keyword in ("oneOf", "anyOf", "allOf") for part in _list(schema, keyword)]
+    return [_target(schema, root), *combined]
 
-    Args:
-        root: the schema in which references are looked up.
+
+def _names(schemas: Iterable[object], root: object) -> dict[int, frozenset[str] | None]:
+    """Find the types that schemas allow, and all that they combine or refer to.
+
+    Returns:
+        The names of the types by the schema's ``id``; ``None`` for any type.
     """
+    order = list(_dependencies_first(schemas, root))
+    names: dict[int, frozenset[str] | None] = dict.fromkeys(map(id, order))
+    for _ in range(MAX_ROUNDS):
+        before = names.copy()
+        for schema in order:
+            names[id(schema)] = _combined(schema, root, names)
+        if names == before:
+            break
+    return names
 
-    def __init__(self, root: object) -> None:
-        self._root = root
-        self._known: dict[int, frozenset[str] | None] = {}
 
-    def names(self, schema: object, depth: int = 0) -> frozenset[str] | None:
-        """Return the names of the types; ``None`` for any, also of a schema that refers to itself or is too deep."""
-        if not isinstance(schema, dict) or depth > MAX_DEPTH:
-            return None
-        if id(schema) not in self._known:
-            self._known[id(schema)] = None  # a reference back to it says nothing new
-            self._known[id(schema)] = self._combined(schema, depth + 1)
-        return self._known[id(schema)]
+def _dependencies_first(schemas: Iterable[object], root: object) -> Iterator[dict[str, Any]]:
+    """Yield schemas after those that they combine or refer to, unless these refer to them."""
+    seen: set[int] = set()
+    waiting = [(schema, False) for schema in schemas]
+    while waiting:
+        schema, is_done = waiting.pop()
+        if not isinstance(schema, dict):
+            continue
+        if is_done:
+            yield schema
+        elif id(schema) not in seen:
+            seen.add(id(schema))
+            waiting.append((schema, True))
+            waiting += [(part, False) for part in _next(schema, root)]
 
-    def _combined(self, schema: dict[str, Any], depth: int) -> frozenset[str] | None:
-        """Return what all keywords allow."""
-        limits = [_declared(schema), self.names(_target(schema, self._root), depth)]
-        limits += [self.names(part, depth) for part in _list(schema, "allOf")]
-        for keyword in ("anyOf", "oneOf"):
-            cases = [self.names(part, depth) for part in _list(schema, keyword)]
-            limits.append(_union(cases) if cases else None)
-        if (choices := _choices(schema)) is not None:
-            limits.append(frozenset(map(_type_of, choices)))
-        known = [limit for limit in limits if limit is not None]
-        if not known:
-            return None
-        return frozenset.intersection(*known) | ({"null"} if schema.get("nullable") is True else set())
+
+def _combined(schema: dict[str, Any], root: object, names: dict[int, frozenset[str] | None]) -> frozenset[str] | None:
+    """Return what all keywords of a schema allow, given the types of other schemas by their ``id``."""
+    limits = [_declared(schema), names.get(id(_target(schema, root)))]
+    limits += [names.get(id(part)) for part in _list(schema, "allOf")]
+    for keyword in ("anyOf", "oneOf"):
+        cases = [names.get(id(part)) for part in _list(schema, keyword)]
+        limits.append(_union(cases) if cases else None)
+    if (choices := _choices(schema)) is not None:
+        limits.append(frozenset(map(_type_of, choices)))
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        return None
+    return frozenset.intersection(*known) | ({"null"} if schema.get("nullable") is True else set())
 
 
 def _declared(schema: dict[str, Any]) -> frozenset[str] | None:
