@@ -7,6 +7,7 @@ from starlette.responses import Response
 from fastinfer.server.chat_prompt import chat_prompt
 from fastinfer.server.chat_run import start_chat
 from fastinfer.server.errors import JSON
+from fastinfer.server.generation import cache_salt
 from fastinfer.server.messages_answer import MessagesAnswer, anthropic_error
 from fastinfer.server.protocol.base import convert, parse
 from fastinfer.server.protocol.messages import CountTokensRequest, MessagesRequest
@@ -33,5 +34,6 @@ async def count_tokens(request: Request) -> Response:
     server = server_of(request)
     body = await parse(request, CountTokensRequest, server.config.body_timeout_s)
     server.model(body.model)
-    prompt = await chat_prompt(server, await convert(request, body.chat), "")
+    chat = await convert(request, body.chat)
+    prompt = await chat_prompt(server, chat, cache_salt(request, chat))
     return JSON({"input_tokens": len(prompt.token_ids)})

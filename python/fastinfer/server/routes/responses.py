@@ -7,6 +7,7 @@ from starlette.responses import Response
 from fastinfer.server.chat_prompt import chat_prompt
 from fastinfer.server.chat_run import start_chat
 from fastinfer.server.errors import JSON, response_not_found
+from fastinfer.server.generation import cache_salt
 from fastinfer.server.protocol.base import convert, parse
 from fastinfer.server.protocol.responses import CountInputRequest, ResponsesRequest
 from fastinfer.server.responses_answer import ResponsesAnswer
@@ -33,7 +34,8 @@ async def count_input_tokens(request: Request) -> Response:
     server = server_of(request)
     body = await parse(request, CountInputRequest, server.config.body_timeout_s)
     server.model(body.model)
-    prompt = await chat_prompt(server, await convert(request, body.chat), "")
+    chat = await convert(request, body.chat)
+    prompt = await chat_prompt(server, chat, cache_salt(request, chat))
     return JSON({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 
