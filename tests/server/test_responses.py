@@ -272,6 +272,18 @@ def test_tools(agent_url: str, stream: bool) -> None:
     assert (cut["status"], cut["output"][-1]["status"]) == ("incomplete", "incomplete")
 
 
+def test_only_the_last_item_is_cut_off() -> None:
+    """Also where a stream comes from the cache, and so all items at once."""
+    model = agent()
+    with toy_server(engine=lambda: scripted_engine(model), response_cache="memory") as (_, address):
+        for cached in ("miss", "hit"):
+            answer = post(address, {**ASK, "stream": True, "temperature": 0, "max_output_tokens": 60})
+            assert answer.headers["x-cache"] == cached
+            items = response_of(answer, True)["output"]
+            assert [item["status"] for item in items] == ["completed"] * (len(items) - 1) + ["incomplete"]
+            assert len(items) > 1
+
+
 def test_an_agent(agent_url: str) -> None:
     """The package's objects go back as they came."""
     with openai.OpenAI(base_url=f"{agent_url}/v1", api_key="none", max_retries=0, timeout=30) as client:

@@ -156,7 +156,8 @@ class ResponsesAnswer:
                 frames = [self._event(f"response.{kind}.done", **done)]
                 if segment.kind is not SegmentKind.CALL:
                     frames.append(self._event("response.content_part.done", **part, part=_part(segment)))
-                item = self._item(segment, "incomplete" if self._choice.finish_reason == "length" else "completed")
+                is_cut = self._choice.finish_reason == "length" and segment is self._segments.all[-1]
+                item = self._item(segment, "incomplete" if is_cut else "completed")
                 return [*frames, self._event("response.output_item.done", output_index=segment.index, item=item)]
 
     def _event(self, kind: str, **fields: Any) -> bytes:
