@@ -199,7 +199,7 @@ def conversation(messages: list[dict[str, Any]]) -> list[Any]:
     return checked
 
 
-ToolName = Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]  # as long as Anthropic's; OpenAI has 64
 
 
 class FunctionDefinition(RequestModel):

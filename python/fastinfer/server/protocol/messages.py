@@ -11,8 +11,8 @@ from fastinfer.server.protocol.many import Items
 from fastinfer.server.protocol.one_of import OneOf
 from fastinfer.server.protocol.sampling import ShortText, StreamOptions
 
-# A block of Claude Code's system prompt that has a hash of each request: no two prompts would share a prefix.
-BILLING = "x-anthropic-billing-header"
+# First line of Claude Code's system prompt, with a hash of each request: no two prompts would share a prefix.
+BILLING = "x-anthropic-billing-header:"
 
 CacheControl = dict[str, Any] | None  # prefixes are always cached
 
@@ -234,10 +234,11 @@ class CountTokensRequest(RequestModel):
         """
         messages: list[dict[str, Any]] = []
         if self.system is not None:
-            blocks = [TextBlock(type="text", text=self.system)] if isinstance(self.system, str) else self.system
-            kept = [block for block in blocks if not block.text.startswith(BILLING)]
+            given = [self.system] if isinstance(self.system, str) else [block.text for block in self.system]
+            texts = [text.partition("\n")[2] if text.startswith(BILLING) else text for text in given]
+            kept = [text for text, whole in zip(texts, given, strict=True) if text or text == whole]
             if kept:
-                messages.append({"role": "system", "content": _text(kept)})
+                messages.append({"role": "system", "content": "\n".join(kept)})
         for message in self.messages:
             messages += message.for_chat()
         if self.thinking is not None:
