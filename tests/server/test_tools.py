@@ -283,9 +283,8 @@ def test_a_stop_string_within_a_call_leaves_it_unfinished(stop: str, reason: str
             body = {"model": "toy", "messages": USER, "max_tokens": 200, "tools": tools, "stop_sequences": [stop]}
             for stream in (False, True):
                 answer = await client.post("/v1/messages", json={**body, "stream": stream})
-                end = (
-                    answer.json() if not stream else json.loads(answer.text.split("data: ")[-2].split("\n")[0])["delta"]
-                )
+                data = answer.text.split("data: ")
+                end = json.loads(data[-2].split("\n")[0])["delta"] if stream else answer.json()
                 expected = ("tool_use", None) if reason == "tool_calls" else ("stop_sequence", stop)
                 assert (end["stop_reason"], end["stop_sequence"]) == expected
 
