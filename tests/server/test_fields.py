@@ -395,6 +395,21 @@ def test_only_json_is_taken() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("", 415), ("identity", 200)])
+def test_compressed_bodies_are_refused_as_such(encoding: str, status: int) -> None:
+    async def main() -> None:
+        async with toy_client() as client:
+            headers = {"content-encoding": encoding}
+            answer = await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1}, headers=headers)
+            assert answer.status_code == status
+            if status == 415:
+                error = answer.json()["error"]
+                expected = f"Content-Encoding must be identity or absent, got {encoding or 'an empty one'}"
+                assert error["message"] == expected
+
+    asyncio.run(main())
+
+
 MANY = 3000  # a body of 32 MB has room for millions
 UNKNOWN = {f"x{i}": 0 for i in range(MANY)}
 # Route, its request, a body in which nearly everything is wrong, and the place of the first mistake.

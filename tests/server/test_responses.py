@@ -187,6 +187,11 @@ def test_errors_have_the_clients_own_names(url: str, fields: dict[str, Any], par
          "content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": None}]},
         {"type": "function_call", "id": "fc_1", "call_id": "a", "name": "f", "arguments": "", "status": "completed",
          "caller": None, "namespace": None},
+        # What the openai package's responses.parse() returns, dumped.
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": '{"x":1}', "annotations": [], "parsed": {"x": 1}}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "a", "name": "f", "arguments": '{"x":1}',
+         "parsed_arguments": {"x": 1}},
         {"type": "function_call_output", "call_id": "a", "output": "b", "id": None, "status": None},
     ],
 )  # fmt: skip

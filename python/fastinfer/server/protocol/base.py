@@ -62,13 +62,15 @@ async def parse(request: Request, model: type[Model], timeout: float) -> Model:
         timeout: seconds in which the body must have arrived.
 
     Raises:
-        APIError: the body is late, is not JSON, or does not fit the model.
+        APIError: the body is late, is compressed, is not JSON, or does not fit the model.
         ClientGoneError: the client has gone before all of the body was there.
     """
     # Browsers send other types across origins without asking first; a page of the web must not use a local server.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise APIError(415, f"Content-Type must be application/json, got {kind or 'none'}")
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise APIError(415, f"Content-Encoding must be identity or absent, got {encoding or 'an empty one'}")
     body = await read_body(request, timeout)
 
     def validate() -> Model:

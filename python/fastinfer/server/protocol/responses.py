@@ -36,6 +36,7 @@ class OutputText(RequestModel):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None  # the openai package's own reading of the text, which it sends back
 
 
 class ReasoningText(RequestModel):
@@ -80,6 +81,7 @@ class CallItem(ItemModel):
     call_id: str
     name: str
     arguments: Arguments = ""
+    parsed_arguments: Any = None  # the openai package's own reading of the arguments
     caller: Caller | None = None
 
 
