@@ -49,7 +49,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than this fraction of the most likely token's probability, in [0, 1].
         repetition_penalty: divisor of positive logits and factor of negative logits of tokens that occur in the prompt
-            or the output, in (0, 10]; 1 is off.
+            or the output, 0.01..10; 1 is off.
         presence_penalty: subtracted from the logits of tokens that occur in the output, -2..2.
         frequency_penalty: subtracted from a token's logit once for every occurrence in the output, -2..2.
         logit_bias: token id to a number that is added to its logit, -100..100. The engine limits their number, and that
@@ -121,7 +121,7 @@ class SamplingParams:
         check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
         check_int("top_k", self.top_k, -1, INT32_MAX)
         check_float("min_p", self.min_p, 0.0, 1.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        check_float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:

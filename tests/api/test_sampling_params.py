@@ -24,6 +24,7 @@ def test_odd_values_are_refused_with_the_name_of_the_field(field: str) -> None:
         ("top_p", [0, 0.0, -0.1, 1.01, None], [1e-6, 0.5, 1, 1.0]),
         ("top_k", [-2, 1.0, 2**31, None], [-1, 0, 1, 2**31 - 1]),
         ("min_p", [-0.1, 1.1, None], [0, 0.5, 1.0]),
+        ("repetition_penalty", [0, 1e-38, 0.0099, 10.1, None], [0.01, 0.1, 1, 10.0]),
         ("max_tokens", [0, -1, 1.0, 2**31], [1, None, 2**31 - 1]),
         ("seed", [-1, 0.0], [0, 2**63 - 1, None]),
         ("logprobs", [-1, 21, 5.0], [0, 20, None]),

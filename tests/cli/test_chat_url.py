@@ -127,7 +127,7 @@ def test_key(typed: Typed, in_environment: bool, monkeypatch: pytest.MonkeyPatch
     typed("Hello")
     options = [] if in_environment else ["--api-key", "right"]
     if in_environment:
-        monkeypatch.setenv("FASTINFER_API_KEY", "right,other")
+        monkeypatch.setenv("FASTINFER_API_KEY", " right, other")
     with FakeOpenAIServer(api_key="right") as server:
         assert main(["chat", "--url", server.url, *options]) == 0
     assert len(server.requests) == 1

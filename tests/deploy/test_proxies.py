@@ -23,6 +23,7 @@ from support.toy_server import GatedModel, toy_server
 from support.waiting import until
 
 from fastinfer.server.host_state import HostState
+from fastinfer.server.http_protocol import BoundedHttpProtocol
 
 pytestmark = pytest.mark.slow
 
@@ -239,3 +240,26 @@ def test_haproxy_asks_whether_servers_are_ready(tmp_path: Path) -> None:
         until(lambda: client.post("/v1/completions", json=body).json()["error"]["message"] == "no server is ready")
         refused = client.post("/v1/completions", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+
+
+def test_requests_to_upgrade_are_answered_and_not_passed_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Java's client sends one with each request."""
+    passed_on = []
+    rewrite = BoundedHttpProtocol._head_without_upgrade
+
+    def watched(protocol: BoundedHttpProtocol) -> bytes:
+        passed_on.append(protocol.headers)
+        return rewrite(protocol)
+
+    monkeypatch.setattr(BoundedHttpProtocol, "_head_without_upgrade", watched)
+    headers = {"Connection": "Upgrade", "Upgrade": "h2c, other"}  # HAProxy itself takes h2c out
+    with site(name, tmp_path) as s, s.client() as client:
+        s.model.allow(400)
+        for _ in range(2):
+            answer = client.post("/v1/completions", json=LONG, headers=headers)
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] == 90
+            assert client.get("/health", headers=headers).status_code == 200
+    assert not passed_on

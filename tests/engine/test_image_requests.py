@@ -166,6 +166,23 @@ def test_an_image_is_encoded_once(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(calls) == 4
 
 
+def test_an_encoded_image_is_found_under_its_salt_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the time of an answer would tell which images others have sent."""
+    engine = load(folder).engine
+    encoder = engine.image_encoder
+    assert encoder is not None
+    calls = []
+    encode = encoder._encode
+    monkeypatch.setattr(encoder, "_encode", lambda *args: calls.append(1) or encode(*args))
+    contents = []
+    for salt, num_calls in (("a", 1), ("a", 1), ("b", 2), ("", 3), ("a", 3)):
+        images = prepare_chat(engine, CHATS[0], cache_salt=salt).images
+        assert images is not None
+        assert len(calls) == num_calls
+        contents.append([image.contents for _, image in images.within(0, 100)])
+    assert all(each == contents[0] for each in contents)
+
+
 def test_what_is_refused(folder: Path) -> None:
     llm = load(folder, max_model_len=64)
     with pytest.raises(

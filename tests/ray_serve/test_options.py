@@ -9,7 +9,7 @@ from fastinfer.ray_serve.options import OF_RAY, parse_options
 
 
 def test_options_are_those_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTINFER_API_KEY", "a,b")
+    monkeypatch.setenv("FASTINFER_API_KEY", "a, b,")
     options = parse_options(
         {"model": "smollm2-135m-instruct", "max_num_seqs": 3, "kv-cache-dtype": "int8", "served-model-name": ["x", "y"]}
         | {"deterministic": True, "threads": 1, "beta": "0.5"}
@@ -18,6 +18,12 @@ def test_options_are_those_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (options.served_model_name, options.threads, options.beta) == (["x", "y"], 1, 0.5)
     assert options.api_key == ["a", "b"]
     assert parse_options({}).beta == 1.0
+
+
+def test_a_variable_of_spaces_does_not_leave_the_server_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTINFER_API_KEY", " ")
+    with pytest.raises(FastinferError, match="--api-key: expected printable ASCII characters"):
+        parse_options({})
 
 
 def test_options_without_a_value() -> None:
@@ -31,6 +37,7 @@ def test_options_without_a_value() -> None:
     ("args", "message"),
     [
         ({"data_parallel_size": 2}, "data_parallel_size: expected an option of the engine, got one that belongs to"),
+        ({"api_key": ["a", "b "]}, "--api-key: expected printable ASCII characters without spaces at the ends"),
         ({"beta": -1}, "beta: expected a number above 0, got '-1'"),
         ({"threads": 0}, "--threads: expected an integer in 1..1024, got '0'"),
         ({"contxt": 5}, "contxt: expected an option of 'fastinfer serve', got an unknown one"),

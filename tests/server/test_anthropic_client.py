@@ -93,6 +93,9 @@ def test_prompts(url: str) -> None:
     billing = {"type": "text", "text": "x-anthropic-billing-header: cch=abc"}
     assert tokens(system=[billing, {"type": "text", "text": "you", "cache_control": {"type": "ephemeral"}}]) == 10
     assert tokens(system=[billing]) == 6
+    for text in ("x-anthropic-billing-header: cch=abc\nyou", "you"):
+        assert tokens(system=text) == tokens(system=[{"type": "text", "text": text}]) == 10
+    assert tokens(system="x-anthropic-billing-headers") > 10
     assert tokens(messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}]) == 6
     assert tokens(messages=[*MESSAGES, {"role": "assistant", "content": "well"}]) == 10
     called = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}

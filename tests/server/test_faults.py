@@ -17,9 +17,11 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import httpx
 import pytest
+import uvicorn
 from support.paths import ROOT
 from support.toy import ToyModel, ToyTokenizer, greedy
 from support.toy_server import GatedModel, toy_server
@@ -31,6 +33,7 @@ from fastinfer.server.embedding import embed_all
 from fastinfer.server.errors import APIError
 from fastinfer.server.generation import RequestOptions
 from fastinfer.server.http_protocol import BoundedHttpProtocol
+from fastinfer.server.routes import models
 from fastinfer.server.sse import PING, EventStream
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 90, "temperature": 0, "ignore_eos": True}
@@ -325,6 +328,156 @@ def test_nothing_is_kept_of_a_connection_that_was_reset() -> None:
             connection.close()
         until(lambda: not server.server_state.connections)
         until(lambda: not [thing for thing in gc.get_objects() if isinstance(thing, BoundedHttpProtocol)], seconds=5)
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+
+
+def answers_to(address: str, *packets: bytes, count: int = 1) -> bytes:
+    """What comes back for packets sent one after the other, up to ``count`` answers and a request behind them."""
+    connection = connect(address)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for packet in packets:
+        connection.sendall(packet)
+        time.sleep(0.002)
+    received = b""
+    while received.count(b"HTTP/1.1 ") < count:
+        part = connection.recv(1 << 16)
+        assert part, received
+        received += part
+    connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    while part := connection.recv(1 << 16):
+        received += part
+    connection.close()
+    return received
+
+
+@pytest.mark.parametrize("where", ["one packet", "behind the head", "in the head", "in the body", "byte by byte"])
+def test_a_request_to_upgrade_is_answered_as_if_it_had_none(where: str) -> None:
+    """Java's client asks for HTTP/2 with each of its requests, curl with --http2."""
+    data = request_bytes("/v1/completions", {**LONG, "max_tokens": 2}, UPGRADE)
+    end = data.index(b"\r\n\r\n") + 4
+    place = {"behind the head": end, "in the head": data.index(b"h2c"), "in the body": end + 5}.get(where, len(data))
+    packets = [data[:place], data[place:]]
+    if where == "byte by byte":
+        packets = [data[i : i + 1] for i in range(len(data))]
+    with toy_server() as (_, address):
+        received = answers_to(address, *packets)
+    assert received.count(b"HTTP/1.1 200 OK") == 2, received
+    assert b'"text":' in received
+    assert b'"version":' in received
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_body_behind_an_upgrade_is_no_request(split: bool) -> None:
+    """Otherwise a proxy that passes upgrades on would let requests through that it has not seen."""
+    inner = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    for length in (b"Content-Length: %d\r\n\r\n" % len(inner) + inner,
+                   b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(inner), inner)):  # fmt: skip
+        data = b"POST /health HTTP/1.1\r\nHost: x\r\n" + UPGRADE + length
+        place = data.index(inner) if split else len(data)
+        with toy_server() as (_, address):
+            received = answers_to(address, data[:place], data[place:])
+        assert received.count(b"HTTP/1.1 ") == 2, received
+        assert b"HTTP/1.1 405" in received
+        assert b"toy" not in received
+
+
+def test_pipelined_requests_to_upgrade_are_answered_one_after_the_other() -> None:
+    data = request_bytes("/v1/completions", {**LONG, "max_tokens": 2})
+    upgrade = request_bytes("/v1/completions", {**LONG, "max_tokens": 2}, UPGRADE)
+    with toy_server() as (_, address):
+        received = answers_to(address, data + upgrade + upgrade + data, count=4)
+    assert received.count(b"HTTP/1.1 200 OK") == 5
+
+
+def test_a_tunnel_is_refused() -> None:
+    with toy_server() as (_, address):
+        connection = connect(address)
+        connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+        connection.close()
+    assert received.startswith(b"HTTP/1.1 400")
+    assert received.count(b"HTTP/1.1 ") == 1
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Le"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+# A body that is too large is refused at once, but still comes.
+LATE_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "packets",
+    [(b"",), (HEAD,), (b"\r\n",), (HEALTH, HEAD), (HEALTH, b"\r\n"), (LATE_BODY, b"x")],
+    ids=["nothing", "half a head", "an empty line", "a second head", "a second line", "half a body"],
+)
+def test_a_connection_on_which_nothing_goes_on_is_closed(packets: tuple[bytes, ...]) -> None:
+    with toy_server(body_timeout_s=0.1, keep_alive_s=1, max_body_bytes=1000) as (server, address):
+        connection = connect(address)
+        for packet in packets:
+            connection.sendall(packet)
+            if packet in (HEALTH, LATE_BODY):
+                read_until(connection, b"}")
+        while connection.recv(1 << 16):
+            pass
+        until(lambda: not server.server_state.connections)
+        connection.close()
+
+
+def test_half_a_head_does_not_end_the_answer_before_it() -> None:
+    with gated_server(body_timeout_s=0.1) as (model, server, address):
+        connection = connect(address)
+        connection.sendall(request_bytes("/v1/completions", {**LONG, "max_tokens": 2}) + HEAD)
+        until(lambda: server.host.loaded.stats().num_running > 0 or server.server_state.tasks)
+        time.sleep(0.3)
+        model.allow(100)
+        assert b'"text":' in read_until(connection, b"}}")
+        while connection.recv(1 << 16):
+            pass
+        connection.close()
+
+
+@pytest.mark.parametrize("size", [30_000, 300_000])  # from 64 KiB on uvicorn is told that the buffer is full
+@pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n"])
+def test_a_client_that_does_not_take_its_answer_is_cut_off(
+    size: int, headers: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_models", lambda server: [{"id": "x" * size}])
+    with toy_server(write_timeout_s=0.2, keep_alive_s=1000) as (server, address):
+        lazy = socket.socket()
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        host, port = re.fullmatch(r"http://(.+):(\d+)", address).groups()  # type: ignore[union-attr]
+        lazy.connect((host, int(port)))
+        until(lambda: server.server_state.connections)
+        [protocol] = server.server_state.connections
+        protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)  # type: ignore[union-attr]
+        lazy.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n")
+        until(lambda: not server.server_state.connections)
+        received = 0
+        with contextlib.suppress(ConnectionResetError):
+            while part := lazy.recv(1 << 16):
+                received += len(part)
+        assert received < size
+        lazy.close()
+
+
+def test_a_client_that_takes_something_of_its_answer_is_not_cut_off() -> None:
+    loop, transport = mock.Mock(), mock.Mock()
+    uvicorn_config = uvicorn.Config(mock.Mock(), log_config=None)
+    options: dict[str, Any] = {"config": uvicorn_config, "server_state": uvicorn.server.ServerState(), "app_state": {}}
+    protocol = BoundedHttpProtocol(head_timeout_s=1, write_timeout_s=2, _loop=loop, **options)
+    protocol.connection_made(transport)
+    sizes = iter([100_000, 99_999, 99_998, 99_998])
+    transport.get_write_buffer_size = lambda: next(sizes)
+    protocol.pause_writing()
+    for is_aborted in (False, False, True):
+        delay, time_is_up = loop.call_later.call_args.args
+        assert delay == 2
+        time_is_up()
+        assert transport.abort.called == is_aborted
 
 
 def test_the_server_listens_while_the_model_loads() -> None:

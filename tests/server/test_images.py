@@ -12,6 +12,7 @@ from support.image_models import picture, save_model
 from support.toy_server import toy_client
 
 from fastinfer import LLM, SamplingParams
+from fastinfer.models.image_encoder import ImageEncoder
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 PICTURE = picture(37, 21, 1)
@@ -151,3 +152,36 @@ def test_the_response_cache_knows_images_apart(folder: Path) -> None:
     bodies = [(CHAT, chat(url(image))) for image in (PICTURE, PICTURE, other)]
     answers = post(folder, *bodies, response_cache="memory")
     assert [answer.headers["x-cache"] for answer in answers] == ["miss", "hit", "miss"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"])
+def test_tenants_share_no_encoded_images(path: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    encode = ImageEncoder._encode
+
+    def watched(self: ImageEncoder, *args: Any) -> Any:
+        calls.append(1)
+        return encode(self, *args)
+
+    monkeypatch.setattr(ImageEncoder, "_encode", watched)
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(PICTURE)}
+    body: dict[str, Any] = {
+        CHAT: chat(url(PICTURE)),
+        "/tokenize": {"messages": chat(url(PICTURE))["messages"]},
+        "/v1/messages/count_tokens": {
+            "model": "toy",
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+        },
+        "/v1/responses/input_tokens": {
+            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": url(PICTURE)}]}]
+        },
+    }[path]
+
+    async def main() -> None:
+        async with toy_client(engine=lambda: load(folder).engine, api_keys=("one", "two")) as client:
+            for key, num_calls in (("one", 1), ("one", 1), ("two", 2), ("two", 2), ("one", 2)):
+                answer = await client.post(path, json=body, headers={"X-Api-Key": key})
+                assert answer.status_code == 200, answer.text
+                assert len(calls) == num_calls
+
+    asyncio.run(main())

@@ -104,6 +104,7 @@ def test_unknown_routes_and_methods() -> None:
                 answer = await client.request(method, path)
                 assert answer.status_code == status
                 assert answer.json()["error"]["type"] == "invalid_request_error"
+                assert answer.headers.get("allow") == ("POST" if status == 405 else None)
 
     asyncio.run(main())
 

@@ -187,6 +187,11 @@ def test_errors_have_the_clients_own_names(url: str, fields: dict[str, Any], par
          "content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": None}]},
         {"type": "function_call", "id": "fc_1", "call_id": "a", "name": "f", "arguments": "", "status": "completed",
          "caller": None, "namespace": None},
+        # What the openai package's responses.parse() returns, dumped.
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": '{"x":1}', "annotations": [], "parsed": {"x": 1}}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "a", "name": "f", "arguments": '{"x":1}',
+         "parsed_arguments": {"x": 1}},
         {"type": "function_call_output", "call_id": "a", "output": "b", "id": None, "status": None},
     ],
 )  # fmt: skip
@@ -270,6 +275,18 @@ def test_tools(agent_url: str, stream: bool) -> None:
     assert kinds == ["reasoning", "message"]
     cut = ask(max_output_tokens=10)
     assert (cut["status"], cut["output"][-1]["status"]) == ("incomplete", "incomplete")
+
+
+def test_only_the_last_item_is_cut_off() -> None:
+    """Also where a stream comes from the cache, and so all items at once."""
+    model = agent()
+    with toy_server(engine=lambda: scripted_engine(model), response_cache="memory") as (_, address):
+        for cached in ("miss", "hit"):
+            answer = post(address, {**ASK, "stream": True, "temperature": 0, "max_output_tokens": 60})
+            assert answer.headers["x-cache"] == cached
+            items = response_of(answer, True)["output"]
+            assert [item["status"] for item in items] == ["completed"] * (len(items) - 1) + ["incomplete"]
+            assert len(items) > 1
 
 
 def test_an_agent(agent_url: str) -> None:

@@ -134,7 +134,7 @@ SCHEMA = "tools[2].function.parameters"
         ({"tools": [*GOOD, tool("a b")]}, "tools[2].function.name"),
         ({"tools": [*GOOD, tool('a"')]}, "tools[2].function.name"),
         ({"tools": [*GOOD, tool("a\n")]}, "tools[2].function.name"),
-        ({"tools": [*GOOD, tool("x" * 65)]}, "tools[2].function.name"),
+        ({"tools": [*GOOD, tool("x" * 129)]}, "tools[2].function.name"),
         ({"tools": [*GOOD, tool("")]}, "tools[2].function.name"),
         ({"tools": [*GOOD, tool("a")]}, "tools[2].function.name"),
         ({"tools": [*GOOD, {"type": "web_search"}]}, "tools[2].type"),
@@ -264,6 +264,48 @@ def test_arguments_of_a_message_that_is_cut_off(max_tokens: int, inputs: list[di
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("ask", [chat, streamed_chat])
+@pytest.mark.parametrize(
+    ("stop", "reason", "num_calls"),
+    [("name", "stop", 0), ("city", "stop", 1), ("Ulm", "stop", 1), ("</tool_call>", "tool_calls", 1),
+     ("Well", "stop", 0), ("Done", "tool_calls", 1)],
+)  # fmt: skip
+def test_a_stop_string_within_a_call_leaves_it_unfinished(stop: str, reason: str, num_calls: int, ask: Any) -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    model = hermes(call + "\nDone" if stop == "Done" else "Well, " * (stop == "Well") + call)
+    tools = [{"name": "now", "input_schema": {"type": "object"}}]
+
+    async def main() -> None:
+        async with toy_client(engine=lambda: scripted_engine(model)) as client:
+            choice = await ask(client, tools=TOOLS, stop=stop)
+            assert choice["finish_reason"] == reason
+            assert len(choice["message"].get("tool_calls", [])) == num_calls
+            body = {"model": "toy", "messages": USER, "max_tokens": 200, "tools": tools, "stop_sequences": [stop]}
+            for stream in (False, True):
+                answer = await client.post("/v1/messages", json={**body, "stream": stream})
+                data = answer.text.split("data: ")
+                end = json.loads(data[-2].split("\n")[0])["delta"] if stream else answer.json()
+                expected = ("tool_use", None) if reason == "tool_calls" else ("stop_sequence", stop)
+                assert (end["stop_reason"], end["stop_sequence"]) == expected
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ask", [chat, streamed_chat])
+def test_a_stop_string_within_the_named_call_does_not_look_like_its_end(ask: Any) -> None:
+    pytest.importorskip("llguidance")
+    model = hermes(WEATHER)
+
+    async def main() -> None:
+        async with toy_client(engine=lambda: scripted_engine(model)) as client:
+            choice = await ask(client, tools=TOOLS, tool_choice=NAMED, stop="cit")
+            assert choice["finish_reason"] == "length"
+            choice = await ask(client, tools=TOOLS, tool_choice=NAMED, stop="</tool_call>")
+            assert choice["finish_reason"] == "stop"
+
+    asyncio.run(main())
+
+
 def test_several_choices() -> None:
     model = hermes(f"Well.\n{NOW}")
 
@@ -279,7 +321,7 @@ def test_several_choices() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["é", "Wetter_für", "f.g:h-i", "x" * 64])
+@pytest.mark.parametrize("name", ["é", "Wetter_für", "f.g:h-i", "x" * 128])
 def test_unusual_names(name: str) -> None:
     pytest.importorskip("llguidance")
     model = hermes("Hello")

@@ -103,7 +103,7 @@ def check_server(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("httptools") is None:
         raise RequestError("--url needs a further package: pip install 'fastinfer[client]'")
     if args.api_key is None:
-        args.api_key = os.environ.get(API_KEY_VARIABLE, "").split(",")[0] or None
+        args.api_key = os.environ.get(API_KEY_VARIABLE, "").split(",")[0].strip() or None
     Endpoint.parse(args.url, args.api_key)
 
 

@@ -103,8 +103,8 @@ def check_http(args: argparse.Namespace, command: str) -> None:
     args.api_key = (args.api_key or []) + _keys(API_KEY_VARIABLE)
     args.admin_key = (args.admin_key or []) + _keys(ADMIN_KEY_VARIABLE)
     for option, keys in (("--api-key", args.api_key), ("--admin-key", args.admin_key)):
-        if not all(key and key.isascii() and key.isprintable() for key in keys):
-            raise RequestError(f"{option}: expected printable ASCII characters")
+        if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):
+            raise RequestError(f"{option}: expected printable ASCII characters without spaces at the ends")
     args.ssl_keyfile_password = os.environ.get(SSL_PASSWORD_VARIABLE)
     _check_tls(args.ssl_certfile, args.ssl_keyfile, args.ssl_keyfile_password)
 
@@ -148,4 +148,4 @@ def _check_tls(certificate: str | None, key: str | None, password: str | None) -
 
 
 def _keys(variable: str) -> list[str]:
-    return [key for key in os.environ.get(variable, "").split(",") if key]
+    return [part.strip() for part in os.environ.get(variable, "").split(",") if part]

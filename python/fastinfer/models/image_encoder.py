@@ -64,7 +64,7 @@ class ImageEncoder:
         self._dtype = dtype
         self._device = device
         self._loaded: ImageModules | None = None
-        self._cache: OrderedDict[bytes, EncodedImage] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, bytes], EncodedImage] = OrderedDict()
         self._lock = threading.Lock()
         renew_in_children(self)
 
@@ -108,11 +108,13 @@ class ImageEncoder:
                 f"messages: an image of {image.width} x {image.height} pixels: {one_line(error)}"
             ) from None
 
-    def encode(self, image: Any) -> EncodedImage:
+    def encode(self, image: Any, cache_salt: str) -> EncodedImage:
         """Encode an image, or return it as it was encoded before.
 
         Args:
             image: a ``PIL.Image.Image`` in mode RGB.
+            cache_salt: an image is found again only under the salt under which it was encoded, so that the time of an
+                answer does not tell which images others have sent.
 
         Raises:
             RequestError, UnsupportedModelError, CheckpointFormatError: as for :meth:`num_tokens`.
@@ -120,9 +122,9 @@ class ImageEncoder:
         loaded = self._load()
         digest = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
         with self._lock:
-            if (encoded := self._cache.pop(digest, None)) is None:
+            if (encoded := self._cache.pop((cache_salt, digest), None)) is None:
                 encoded = self._encode(loaded, image, digest)
-            self._cache[digest] = encoded  # the most recently used one comes last
+            self._cache[cache_salt, digest] = encoded  # the most recently used one comes last
             while sum(kept.features.nbytes for kept in self._cache.values()) > CACHE_BYTES:
                 self._cache.popitem(last=False)
         return encoded

@@ -108,7 +108,8 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGoneError):
         return Response(status_code=499)  # nginx's number for this; nobody reads it
     if isinstance(error, HTTPException):
-        error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = APIError(error.status_code, message, headers=error.headers)
     answer = as_api_error(error, request.scope.get("names"))
     if isinstance(error, QueueFullError) or answer.status == 503:
         server_of(request).metrics.reject(answer.code or "unavailable")

@@ -1,5 +1,6 @@
 """One choice of a chat: its text, reasoning and tool calls as OpenAI writes them."""
 
+import json
 from typing import Any
 
 from fastinfer.outputs import CompletionOutput
@@ -12,7 +13,8 @@ class ChatChoice:
 
     Args:
         parser: the parser of its text; ``None`` if everything is text.
-        is_named: whether the request names the tool to call; such a choice ends with "stop".
+        is_named: whether the request names the tool to call; such a choice ends with "stop", or with "length" if a
+            stop string or a stop token has cut off the call.
         is_parallel: whether there may be several calls; otherwise those behind the first one are left out.
         keeps_reasoning: whether the answer contains the reasoning.
 
@@ -30,26 +32,53 @@ class ChatChoice:
         self._is_named = is_named
         self._is_parallel = is_parallel
         self._keeps_reasoning = keeps_reasoning
-        self._has_calls = False
+        self._call: list[str] | None = None  # pieces of the last call's arguments
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing follows."""
         return self.finish_reason is not None
 
-    def events(self, text: str, reason: str | None) -> list[Event]:
-        """Read more text; ``reason`` says why the completion has ended, if it has, and ``finish_reason`` afterwards."""
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether there are calls, of which the last one is complete."""
+        if self._call is None:
+            return False
+        try:
+            json.loads("".join(self._call))
+        except (ValueError, RecursionError):
+            return False
+        return True
+
+    def events(self, text: str, reason: str | None, stop: int | str | None) -> list[Event]:
+        """Read more text.
+
+        Args:
+            text: the text.
+            reason: why the completion has ended, if it has; ``finish_reason`` says so afterwards.
+            stop: the stop string or stop token that has ended it, if one has.
+        """
         if self._parser is None:
             self.finish_reason = reason
             return [TextDelta(text)] if text else []
         events = self._parser.push(text)
         if reason is not None:
-            events = events + self._parser.finish(is_cut=reason != "stop")
-        self._has_calls |= any(isinstance(event, ToolCallStart) for event in events)
+            events = events + self._parser.finish(is_cut=reason != "stop" or stop is not None)
         self.reasoning += "".join(event.text for event in events if isinstance(event, ReasoningDelta))
-        is_call = reason == "stop" and self._has_calls and not self._is_named
-        self.finish_reason = "tool_calls" if is_call else reason
-        return [event for event in events if self._is_kept(event)]
+        kept = [event for event in events if self._is_kept(event)]
+        for event in kept:
+            if isinstance(event, ToolCallStart):
+                self._call = []
+            elif isinstance(event, ToolCallArguments) and self._call is not None:
+                self._call.append(event.text)
+        self.finish_reason = reason
+        if reason == "stop" and self._call is not None:
+            is_cut = stop is not None and not self.ends_with_call
+            if self._is_named:
+                self.finish_reason = "length" if is_cut else "stop"
+            else:
+                self.finish_reason = "stop" if is_cut else "tool_calls"
+        return kept
 
     def _is_kept(self, event: Event) -> bool:
         """Return whether the client gets an event."""
@@ -63,12 +92,13 @@ class ChatChoice:
 
     def deltas(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         """Return the deltas of the chat's chunks that an output brings."""
-        return [_delta(event) for event in self.events(completion.delta, completion.finish_reason)]
+        events = self.events(completion.delta, completion.finish_reason, completion.stop_reason)
+        return [_delta(event) for event in events]
 
     def message(self, completion: CompletionOutput) -> dict[str, Any]:
         """Return the whole message of a finished completion."""
         text, reasoning, calls = "", "", []
-        for event in self.events(completion.text, completion.finish_reason):
+        for event in self.events(completion.text, completion.finish_reason, completion.stop_reason):
             match event:
                 case TextDelta():
                     text += event.text

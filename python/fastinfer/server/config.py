@@ -20,8 +20,8 @@ class HttpConfig:
         api_keys: keys of which a request must have one; empty for a server without authentication.
         admin_keys: keys for the administrative routes, which are off without one; they open all other routes too.
         max_body_bytes, max_header_bytes: largest body and head of a request.
-        body_timeout_s: seconds in which the body must have arrived.
-        write_timeout_s: seconds after which a client that takes no more of its stream is cut off.
+        body_timeout_s: seconds in which a head that has begun, and then the body, must have arrived.
+        write_timeout_s: seconds after which a client that takes no more of its answer is cut off.
         spot_notice: cloud provider whose notice that it takes the machine back begins the drain; ``None`` for none.
         metadata_url: address of its metadata service; ``None`` for the provider's own.
         keep_alive_s: seconds for which an idle connection stays open. Balancers commonly reuse one for 60 s, and a

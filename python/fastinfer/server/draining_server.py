@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import functools
 import logging
 import os
 import signal
@@ -9,7 +10,7 @@ import socket
 import stat
 import time
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -38,6 +39,9 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, config: HttpConfig) -> None:
+        protocol: Any = functools.partial(
+            BoundedHttpProtocol, head_timeout_s=config.body_timeout_s, write_timeout_s=config.write_timeout_s
+        )
         super().__init__(
             uvicorn.Config(
                 app,
@@ -48,7 +52,7 @@ class DrainingServer(uvicorn.Server):
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_keyfile_password=config.ssl_keyfile_password,
-                http=BoundedHttpProtocol,
+                http=protocol,
                 timeout_keep_alive=config.keep_alive_s,
                 timeout_graceful_shutdown=FAREWELL_S,
                 server_header=False,

@@ -69,7 +69,7 @@ def is_image(part: object) -> bool:
 
 
 def place_images(
-    encoder: ImageEncoder, token_ids: list[int], images: list[Any], max_model_len: int
+    encoder: ImageEncoder, token_ids: list[int], images: list[Any], max_model_len: int, cache_salt: str
 ) -> tuple[list[int], PromptImages]:
     """Replace the token that stands for each image by as many as it has, and encode the images.
 
@@ -78,6 +78,7 @@ def place_images(
         token_ids: prompt with one token for each image.
         images: the images in mode RGB, in the order of these tokens.
         max_model_len: longest sequence in tokens, which the prompt must not reach.
+        cache_salt: salt of the cached images.
 
     Raises:
         RequestError: the chat template has another number of tokens for images, or the prompt is too long.
@@ -95,7 +96,7 @@ def place_images(
             f"{sum(lengths)} of them for images",
             max_model_len,
         )
-    encoded = [encoder.encode(image) for image in images]
+    encoded = [encoder.encode(image, cache_salt) for image in images]
     left, placed, expanded = iter(encoded), [], list[int]()
     for token_id in token_ids:
         if token_id == image_id:

@@ -210,7 +210,7 @@ def prepare_chat(
     token_ids = [token_id for piece in prepared for token_id in piece.token_ids]
     placed = None
     if encoder is not None and images:
-        token_ids, placed = place_images(encoder, token_ids, images, engine.max_model_len)
+        token_ids, placed = place_images(encoder, token_ids, images, engine.max_model_len, cache_salt)
     return PreparedPrompt("".join(piece for piece, _ in pieces), token_ids, cache_salt, placed)
 
 

@@ -1,10 +1,10 @@
 """Common base of all requests: strict types, and errors that name the field."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
@@ -15,8 +15,11 @@ from fastinfer.utils.checks import show
 
 # Parsing 1 MB takes about 10 ms, in which no other stream would get its tokens.
 LARGE_BODY_BYTES = 64 << 10
+# Fields of an object that no request has and that are still counted as mistakes.
+MAX_UNKNOWN = 16
 
 Model = TypeVar("Model", bound="RequestModel")
+Result = TypeVar("Result")
 
 
 class RequestModel(BaseModel):
@@ -34,6 +37,17 @@ class RequestModel(BaseModel):
 
     renamed: ClassVar[Mapping[str, str]] = {}
 
+    @model_validator(mode="before")  # type: ignore[untyped-decorator]
+    @classmethod
+    def _leave_out_unknown(cls, given: Any) -> Any:
+        """Leave out most fields that are not known if there are very many, since an error is kept for each."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields) + MAX_UNKNOWN:
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in given if name not in known]
+        kept = known.union(unknown[:MAX_UNKNOWN])
+        return {name: value for name, value in given.items() if name in kept}
+
     def field_names(self) -> dict[str, str]:
         """Return the request's names of fields by the names that errors have."""
         return {**{name: name for name in type(self).model_fields}, **self.renamed}
@@ -48,24 +62,34 @@ async def parse(request: Request, model: type[Model], timeout: float) -> Model:
         timeout: seconds in which the body must have arrived.
 
     Raises:
-        APIError: the body is late, is not JSON, or does not fit the model.
+        APIError: the body is late, is compressed, is not JSON, or does not fit the model.
         ClientGoneError: the client has gone before all of the body was there.
     """
     # Browsers send other types across origins without asking first; a page of the web must not use a local server.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise APIError(415, f"Content-Type must be application/json, got {kind or 'none'}")
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise APIError(415, f"Content-Encoding must be identity or absent, got {encoding or 'an empty one'}")
     body = await read_body(request, timeout)
-    try:
-        parsed: Model
-        if len(body) > LARGE_BODY_BYTES:
-            parsed = await asyncio.to_thread(model.model_validate_json, body)
-        else:
-            parsed = model.model_validate_json(body)
-    except ValidationError as error:
-        raise explain(error, model) from None
+
+    def validate() -> Model:
+        try:
+            parsed: Model = model.model_validate_json(body)
+        except ValidationError as error:
+            raise explain(error, model) from None
+        return parsed
+
+    parsed = await convert(request, validate)
     request.scope["names"] = parsed.field_names()
     return parsed
+
+
+async def convert(request: Request, function: Callable[[], Result]) -> Result:
+    """Call a function of what is in a body that has been read, in a thread if the body is large."""
+    if len(await request.body()) > LARGE_BODY_BYTES:
+        return await asyncio.to_thread(function)
+    return function()
 
 
 async def read_body(request: Request, timeout: float) -> bytes:

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from fastinfer.server.protocol.base import RequestModel
+from fastinfer.server.protocol.many import Entries, Items
 from fastinfer.server.protocol.one_of import OneOf
 from fastinfer.server.protocol.sampling import SamplingFields, ShortText
 from fastinfer.serving.prompt import RENDERER_NAMES
@@ -42,8 +43,8 @@ class ImagePart(RequestModel):
     cache_control: dict[str, Any] | None = None
 
 
-Content = Annotated[str | list[Annotated[TextPart, OneOf("type")]], OneOf("type")]
-InputContent = Annotated[str | list[Annotated[TextPart | ImagePart, OneOf("type")]], OneOf("type")]
+Content = Annotated[str | Items[Annotated[TextPart, OneOf("type")]], OneOf("type")]
+InputContent = Annotated[str | Items[Annotated[TextPart | ImagePart, OneOf("type")]], OneOf("type")]
 
 
 def _read_arguments(arguments: str | dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class AssistantMessage(Message):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     annotations: list[Any] | None = None
@@ -189,7 +190,7 @@ class FunctionMessage(Message):
 
 
 ChatMessage = Annotated[InputMessage | AssistantMessage | ToolMessage | FunctionMessage, OneOf("role")]
-_CONVERSATION: TypeAdapter[list[Any]] = TypeAdapter(list[ChatMessage])
+_CONVERSATION: TypeAdapter[list[Any]] = TypeAdapter(Items[ChatMessage])
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[Any]:
@@ -198,7 +199,7 @@ def conversation(messages: list[dict[str, Any]]) -> list[Any]:
     return checked
 
 
-ToolName = Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]  # as long as Anthropic's; OpenAI has 64
 
 
 class FunctionDefinition(RequestModel):
@@ -250,12 +251,12 @@ class ChatRequest(SamplingFields):
         "template_variables": "chat_template_kwargs",
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: Literal[False] | None = None  # the template writes them
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -265,16 +266,16 @@ class ChatRequest(SamplingFields):
     echo: Literal[False] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, str]] | None = None
+    documents: Items[Entries[str]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Names of the caller's user and request, and hints for caches: without effect on the text.
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     prompt_cache_retention: Literal["in_memory"] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Entries[str] | None = None
     # Accepted where they ask for what the server does anyway.
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     verbosity: Literal["medium"] | None = None

@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from fastinfer.server.protocol.many import Items
 from fastinfer.server.protocol.sampling import SamplingFields
 
 MAX_PROMPTS = 1024
@@ -16,9 +17,9 @@ class CompletionRequest(SamplingFields):
 
     prompt: (
         str
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[Items[int], Field(min_length=1)]
+        | Annotated[Items[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[Items[Annotated[Items[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     echo: bool | None = None
     logprobs: int | None = None

@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from fastinfer.server.protocol.base import RequestModel
+from fastinfer.server.protocol.many import Items
 from fastinfer.server.protocol.sampling import MAX_ID_CHARS, ShortText
 
 MAX_INPUTS = 2048  # OpenAI's
 
-Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
+Texts = str | Annotated[Items[str], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 def places(field: str, texts: Sequence[Any]) -> dict[str, Any]:
@@ -23,9 +24,9 @@ class EmbeddingRequest(RequestModel):
 
     input: (
         str
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
-        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[Items[int], Field(min_length=1)]
+        | Annotated[Items[str], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[Items[Annotated[Items[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)]
     )
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None

@@ -7,11 +7,12 @@ from pydantic import Field
 from fastinfer.server.errors import APIError
 from fastinfer.server.protocol.base import RequestModel
 from fastinfer.server.protocol.chat import MAX_BUDGET, MAX_TOOLS, Caller, ChatRequest, ToolName, conversation
+from fastinfer.server.protocol.many import Items
 from fastinfer.server.protocol.one_of import OneOf
 from fastinfer.server.protocol.sampling import ShortText, StreamOptions
 
-# A block of Claude Code's system prompt that has a hash of each request: no two prompts would share a prefix.
-BILLING = "x-anthropic-billing-header"
+# First line of Claude Code's system prompt, with a hash of each request: no two prompts would share a prefix.
+BILLING = "x-anthropic-billing-header:"
 
 CacheControl = dict[str, Any] | None  # prefixes are always cached
 
@@ -67,7 +68,7 @@ class ToolUseBlock(RequestModel):
     caller: Caller | None = None
 
 
-Texts = Annotated[str | list[Annotated[TextBlock, OneOf("type")]], OneOf("type")]
+Texts = Annotated[str | Items[Annotated[TextBlock, OneOf("type")]], OneOf("type")]
 
 
 class ToolResultBlock(RequestModel):
@@ -105,7 +106,7 @@ class AnthropicUserMessage(RequestModel):
     """A message of the user, perhaps with results of tools, which are messages of their own in chats."""
 
     role: Literal["user"]
-    content: Annotated[str | list[UserBlock], OneOf("type")]
+    content: Annotated[str | Items[UserBlock], OneOf("type")]
 
     def for_chat(self) -> list[dict[str, Any]]:
         """Return the chat messages of the message."""
@@ -121,7 +122,7 @@ class AnthropicAssistantMessage(RequestModel):
     """An earlier answer."""
 
     role: Literal["assistant"]
-    content: Annotated[str | list[AssistantBlock], OneOf("type")]
+    content: Annotated[str | Items[AssistantBlock], OneOf("type")]
 
     def for_chat(self) -> list[dict[str, Any]]:
         """Return the chat messages of the message."""
@@ -163,7 +164,7 @@ class AnthropicTool(RequestModel):
     strict: bool | None = None
     eager_input_streaming: bool | None = None  # arguments are streamed as they come
     # Accepted where they ask for what the server does anyway.
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
 
 
@@ -216,11 +217,11 @@ class CountTokensRequest(RequestModel):
 
     model: str
     messages: Annotated[
-        list[Annotated[AnthropicSystemMessage | AnthropicUserMessage | AnthropicAssistantMessage, OneOf("role")]],
+        Items[Annotated[AnthropicSystemMessage | AnthropicUserMessage | AnthropicAssistantMessage, OneOf("role")]],
         Field(min_length=1),
     ]
     system: Texts | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[FreeToolChoice | AnthropicNamedToolChoice, OneOf("type")] | None = None
     thinking: Annotated[Thinking | NoThinking, OneOf("type")] | None = None
     cache_control: CacheControl = None
@@ -233,10 +234,11 @@ class CountTokensRequest(RequestModel):
         """
         messages: list[dict[str, Any]] = []
         if self.system is not None:
-            blocks = [TextBlock(type="text", text=self.system)] if isinstance(self.system, str) else self.system
-            kept = [block for block in blocks if not block.text.startswith(BILLING)]
+            given = [self.system] if isinstance(self.system, str) else [block.text for block in self.system]
+            texts = [text.partition("\n")[2] if text.startswith(BILLING) else text for text in given]
+            kept = [text for text, whole in zip(texts, given, strict=True) if text or text == whole]
             if kept:
-                messages.append({"role": "system", "content": _text(kept)})
+                messages.append({"role": "system", "content": "\n".join(kept)})
         for message in self.messages:
             messages += message.for_chat()
         if self.thinking is not None:
@@ -290,7 +292,7 @@ class MessagesRequest(CountTokensRequest):
     """A request to answer a conversation."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: float | None = None

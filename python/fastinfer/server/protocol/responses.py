@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from fastinfer.server.errors import APIError
 from fastinfer.server.protocol.base import RequestModel
 from fastinfer.server.protocol.chat import MAX_TOOLS, Arguments, Caller, ChatRequest, ToolName, conversation
+from fastinfer.server.protocol.many import Entries, Items
 from fastinfer.server.protocol.one_of import OneOf
 from fastinfer.server.protocol.sampling import JSONSchema, JSONSchemaFormat, PlainFormat, ShortText, StreamOptions
 
@@ -35,6 +36,7 @@ class OutputText(RequestModel):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None  # the openai package's own reading of the text, which it sends back
 
 
 class ReasoningText(RequestModel):
@@ -44,7 +46,7 @@ class ReasoningText(RequestModel):
     text: str
 
 
-Content = Annotated[str | list[Annotated[InputText | OutputText, OneOf("type")]], OneOf("type")]
+Content = Annotated[str | Items[Annotated[InputText | OutputText, OneOf("type")]], OneOf("type")]
 
 
 class ItemModel(RequestModel):
@@ -59,7 +61,7 @@ class MessageItem(ItemModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[str | list[Annotated[InputText | OutputText | InputImage, OneOf("type")]], OneOf("type")]
+    content: Annotated[str | Items[Annotated[InputText | OutputText | InputImage, OneOf("type")]], OneOf("type")]
     phase: str | None = None
 
     def model_post_init(self, _: Any) -> None:
@@ -79,6 +81,7 @@ class CallItem(ItemModel):
     call_id: str
     name: str
     arguments: Arguments = ""
+    parsed_arguments: Any = None  # the openai package's own reading of the arguments
     caller: Caller | None = None
 
 
@@ -103,8 +106,8 @@ class ReasoningItem(ItemModel):
     """The reasoning of an earlier answer. This server's is in ``content``; another one's may be a summary alone."""
 
     type: Literal["reasoning"]
-    content: list[Annotated[ReasoningText, OneOf("type")]] | None = None
-    summary: list[Annotated[SummaryText, OneOf("type")]] | None = None
+    content: Items[Annotated[ReasoningText, OneOf("type")]] | None = None
+    summary: Items[Annotated[SummaryText, OneOf("type")]] | None = None
     encrypted_content: None = None
 
 
@@ -164,9 +167,9 @@ class CountInputRequest(RequestModel):
     }
 
     model: str | None = None
-    input: Annotated[str | Annotated[list[Item], Field(min_length=1)], OneOf("type")]
+    input: Annotated[str | Annotated[Items[Item], Field(min_length=1)], OneOf("type")]
     instructions: str | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, OneOf("type")] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -225,7 +228,7 @@ class ResponsesRequest(CountInputRequest):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Reasoning is returned in the clear anyway.
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Items[Literal["reasoning.encrypted_content"]] | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -235,7 +238,7 @@ class ResponsesRequest(CountInputRequest):
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     prompt_cache_retention: Literal["in_memory"] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Entries[str] | None = None
 
     context_management: None = Field(default=None, description="the whole conversation is kept")
     max_tool_calls: None = Field(default=None, description="the client calls the tools")

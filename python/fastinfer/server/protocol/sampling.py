@@ -6,6 +6,7 @@ from pydantic import Field
 
 from fastinfer.sampling_params import MAX_ALLOWED_TOKEN_IDS
 from fastinfer.server.protocol.base import RequestModel
+from fastinfer.server.protocol.many import Entries, Items
 from fastinfer.server.protocol.one_of import OneOf
 
 MAX_STOP_TOKENS = 1024
@@ -60,7 +61,7 @@ class StructuredOutputs(RequestModel):
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: Literal[True] | None = None
     structural_tag: str | dict[str, Any] | None = None
@@ -78,10 +79,10 @@ class SamplingFields(RequestModel):
     top_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Entries[float] | None = None
     max_tokens: int | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
@@ -93,14 +94,14 @@ class SamplingFields(RequestModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[Items[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     add_special_tokens: bool | None = None
-    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
-    bad_words: Annotated[list[str], Field(max_length=128)] | None = None
+    allowed_token_ids: Annotated[Items[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[Items[str], Field(max_length=128)] | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from fastinfer.server.protocol.base import RequestModel
 from fastinfer.server.protocol.chat import ChatMessage, ChatRequest, Tool
+from fastinfer.server.protocol.many import Items
 
 
 class TokenizeRequest(RequestModel):
@@ -13,13 +14,13 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
 
     def misplaced(self) -> list[str]:
         """Return the names of given fields that are for a conversation where there is a prompt, or the reverse."""
@@ -40,4 +41,4 @@ class DetokenizeRequest(RequestModel):
     renamed: ClassVar = {"token_ids": "tokens"}
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]

@@ -58,7 +58,7 @@ def completion_params(body: CompletionRequest, engine: AsyncEngine) -> SamplingP
         raise APIError(400, "max_tokens must be at least 1 without echo, got 0", param="max_tokens")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise APIError(400, f"best_of must be n={body.n or 1} or absent, got {body.best_of}", param="best_of")
-    fields: dict[str, Any] = {"max_tokens": max(max_tokens, 1), "logprobs": body.logprobs}
+    fields: dict[str, Any] = {"max_tokens": max_tokens or 1, "logprobs": body.logprobs}
     params = sampling_params(body, engine.default_params, **fields)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         return sampling_params(body.model_copy(update={"prompt_logprobs": body.logprobs}), params, **fields)

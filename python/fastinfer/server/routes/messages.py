@@ -7,8 +7,9 @@ from starlette.responses import Response
 from fastinfer.server.chat_prompt import chat_prompt
 from fastinfer.server.chat_run import start_chat
 from fastinfer.server.errors import JSON
+from fastinfer.server.generation import cache_salt
 from fastinfer.server.messages_answer import MessagesAnswer, anthropic_error
-from fastinfer.server.protocol.base import parse
+from fastinfer.server.protocol.base import convert, parse
 from fastinfer.server.protocol.messages import CountTokensRequest, MessagesRequest
 from fastinfer.server.state import server_of
 
@@ -20,7 +21,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, at once or as a stream."""
     server = server_of(request)
     body = await parse(request, MessagesRequest, server.config.body_timeout_s)
-    run = await start_chat(request, body.as_chat())
+    run = await start_chat(request, await convert(request, body.as_chat))
     answer = MessagesAnswer(run)
     if body.stream:
         return server.stream(answer.frames(), anthropic_error)
@@ -33,5 +34,6 @@ async def count_tokens(request: Request) -> Response:
     server = server_of(request)
     body = await parse(request, CountTokensRequest, server.config.body_timeout_s)
     server.model(body.model)
-    prompt = await chat_prompt(server, body.chat(), "")
+    chat = await convert(request, body.chat)
+    prompt = await chat_prompt(server, chat, cache_salt(request, chat))
     return JSON({"input_tokens": len(prompt.token_ids)})

@@ -7,7 +7,8 @@ from starlette.responses import Response
 from fastinfer.server.chat_prompt import chat_prompt
 from fastinfer.server.chat_run import start_chat
 from fastinfer.server.errors import JSON, response_not_found
-from fastinfer.server.protocol.base import parse
+from fastinfer.server.generation import cache_salt
+from fastinfer.server.protocol.base import convert, parse
 from fastinfer.server.protocol.responses import CountInputRequest, ResponsesRequest
 from fastinfer.server.responses_answer import ResponsesAnswer
 from fastinfer.server.state import server_of
@@ -20,7 +21,7 @@ async def create_response(request: Request) -> Response:
     """Answer a conversation, at once or as a stream."""
     server = server_of(request)
     body = await parse(request, ResponsesRequest, server.config.body_timeout_s)
-    run = await start_chat(request, body.as_chat())
+    run = await start_chat(request, await convert(request, body.as_chat))
     answer = ResponsesAnswer(run, body)
     if body.stream:
         return server.stream(answer.frames(), answer.failure)
@@ -33,7 +34,8 @@ async def count_input_tokens(request: Request) -> Response:
     server = server_of(request)
     body = await parse(request, CountInputRequest, server.config.body_timeout_s)
     server.model(body.model)
-    prompt = await chat_prompt(server, body.chat(), "")
+    chat = await convert(request, body.chat)
+    prompt = await chat_prompt(server, chat, cache_salt(request, chat))
     return JSON({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 

@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from fastinfer.server.chat_prompt import chat_prompt
 from fastinfer.server.errors import JSON, APIError
+from fastinfer.server.generation import cache_salt
 from fastinfer.server.protocol.base import parse
 from fastinfer.server.protocol.chat import ChatRequest
 from fastinfer.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
@@ -34,7 +35,7 @@ async def tokenize(request: Request) -> Response:
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        prompt = await chat_prompt(server, chat, "")
+        prompt = await chat_prompt(server, chat, cache_salt(request, chat))
     answer = {"count": len(prompt.token_ids), "max_model_len": engine.max_model_len, "tokens": prompt.token_ids}
     if body.return_token_strs:
         spelled = [engine.tokenizer.token_bytes(token_id, False) for token_id in prompt.token_ids]
