@@ -1,4 +1,4 @@
-"""What pyproject.toml, MANIFEST.in and the hooks of git say, against the files of the repository."""
+"""pyproject.toml, MANIFEST.in and the hooks of git, compared with the files of the repository."""
 
 import ast
 import re

@@ -132,7 +132,7 @@ def test_muse_glimmer(changes: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("make", [muse_glimmer, lambda: make_model("granite")], ids=["muse glimmer", "granite"])
 def test_weights_that_no_file_has(make: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of norms without a weight, and of factors: not in torch's default dtype."""
+    """Norms without a weight and factors have fp32 ones, whatever torch's default dtype is."""
     make().save_pretrained(tmp_path)
     wanted = log_probabilities(load(tmp_path), some_tokens(), "float32")
     with default_dtype(dtype):

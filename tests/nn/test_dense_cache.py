@@ -90,7 +90,7 @@ def test_strided_caches(device: str) -> None:
 
 @pytest.mark.parametrize("wants", ["k", "v"])
 def test_keys_and_values_that_require_grad_are_refused(wants: str) -> None:
-    """As from projections with adapters, while the queries' projection is frozen."""
+    """Projections of keys and values may have adapters while that of the queries is frozen."""
     q, caches = torch.randn(1, 3, 2, 64), {name: torch.randn(1, 2, 3, 64) for name in ("k", "v")}
     caches[wants].requires_grad_()
     with pytest.raises(RuntimeError, match=f"paged_attention is an inference kernel .*{wants}_cache requires grad"):

@@ -100,7 +100,7 @@ def test_options(window: int, softcap: float, sinks: bool, dtype: torch.dtype, d
 @pytest.mark.parametrize("queries", [1, 700])
 @pytest.mark.parametrize("softcap", [0.5, 30.0, 1e3, 1e6])
 def test_error_of_capped_logits(softcap: float, queries: int) -> None:
-    """Of a query that sees one position the lse is the logit, here an element of the query: nothing else is rounded."""
+    """The lse of a query that sees one position is its logit, here an element of the query: nothing else is rounded."""
     q, k = torch.zeros(queries, 4, 64), torch.zeros(1, 1, 2, 64)
     q[..., 0], k[..., 0] = softcap * torch.randn(queries, 4), 1.0
     ragged = torch.zeros(queries, 1).int(), torch.ones(queries).int(), torch.arange(queries + 1).int()

@@ -334,7 +334,7 @@ UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Setting
 
 
 def answers_to(address: str, *packets: bytes, count: int = 1) -> bytes:
-    """What comes back for packets sent one after the other, up to ``count`` answers and a request behind them."""
+    """Send packets one after the other, and return up to ``count`` answers and that of a request behind them."""
     connection = connect(address)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for packet in packets:

@@ -147,7 +147,7 @@ ANSWER: dict[str, Any] = {"open": "<r>", "close": "</r>"}
 
 
 def reference(template: dict[str, Any], text: str) -> tuple[str, str, list[tuple[str, Any]]]:
-    """What transformers reads."""
+    """Return the message that transformers reads."""
     response_parser = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
     message = response_parser.parse_response(text, template, prefix="A:")
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]

@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class ArgumentType:
-    """What a schema says of an argument at its top.
+    """The types and the strings that a schema allows for an argument.
 
     Attributes:
         names: names of the types that are allowed; ``None`` for any.
