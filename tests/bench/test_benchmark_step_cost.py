@@ -27,6 +27,8 @@ def test_the_fit_finds_the_time_of_a_token(monkeypatch: pytest.MonkeyPatch) -> N
     samples = measure(engine, repeats=1)
     assert all(seconds == work.num_tokens for work, seconds in samples)
     assert {work.num_seqs for work, _ in samples} == {1, 2, 3}
+    alone = [work for work, _ in samples if work.num_seqs == 1 and work.num_decodes == 0]
+    assert sum(work.num_tokens <= step_cost.SHORT_PROMPT_TOKENS for work in alone) >= step_cost.NUM_SHORT_PROMPTS
     assert engine.on_step is None
     cost = fit(samples).cost
     assert (cost.decode_sequence, cost.prompt_token) == pytest.approx((1.0, 1.0))

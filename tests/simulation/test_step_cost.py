@@ -53,6 +53,14 @@ def test_a_fit_bears_noise_and_rare_pauses() -> None:
         assert fitted.cost.seconds(work) == pytest.approx(PLANTED.seconds(work), rel=0.03)
 
 
+def test_noise_does_not_shorten_the_fitted_time() -> None:
+    """A step that took longer than usual weighs as much as one that took less."""
+    rng = random.Random(3)
+    fitted = fit((work, PLANTED.seconds(work) * rng.uniform(0.6, 1.4)) for work in works(4000))
+    wanted = [PLANTED.seconds(work) for work in works(50, seed=2)]
+    assert sum(map(fitted.cost.seconds, works(50, seed=2))) == pytest.approx(sum(wanted), rel=0.01)
+
+
 def test_no_coefficient_is_negative() -> None:
     """Here decoding sequences make steps shorter, which least squares alone would believe."""
     samples = [(work, 0.1 + 1e-3 * work.num_tokens - 1.1e-3 * work.num_decodes) for work in works(200)]

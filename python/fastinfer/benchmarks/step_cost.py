@@ -2,7 +2,8 @@
 
 Method: random prompts of mixed lengths are decoded greedily, one request at once, then two, four and so on up to
 ``max_num_seqs``, and end-of-sequence is ignored. So prompts are computed with and without decoding sequences beside
-them, and sequences decode in batches of all sizes, with short and long contexts. The first pass is a warm-up. Times
+them, and sequences decode in batches of all sizes, with short and long contexts. Prompts that arrive together share
+steps, so short ones are also computed alone. The first pass is a warm-up. Times
 are those of the engine's statistics of its steps.
 """
 
@@ -31,6 +32,8 @@ MAX_PROMPT_TOKENS = 2048
 BATCH_TOKENS = 4096
 NEW_TOKENS = Lengths(8, 48)
 ROUNDS = 2  # batches of each size in a pass
+NUM_SHORT_PROMPTS = 8  # in a pass
+SHORT_PROMPT_TOKENS = 128  # the longest of them
 MAX_GAP_S = 0.002  # a longer time between two steps means that there was nothing to compute
 
 Sample = tuple[StepWork, float]
@@ -118,10 +121,20 @@ def run_pass(engine: Engine, rng: random.Random, progress: Progress = silent) ->
     Raises:
         RequestError: the engine's context is too short.
     """
+    longest = min(MAX_PROMPT_TOKENS, engine.max_model_len - NEW_TOKENS.high)
+    if longest < MIN_PROMPT_TOKENS:
+        least = MIN_PROMPT_TOKENS + NEW_TOKENS.high
+        raise RequestError(f"--context must be at least {least} to measure steps, got {engine.max_model_len}")
+    progress("single requests")
+    replay(engine, _jobs(engine, 1, Lengths(longest, longest), NEW_TOKENS, rng))
+    for _ in range(NUM_SHORT_PROMPTS):
+        short = Lengths(MIN_PROMPT_TOKENS, min(longest, SHORT_PROMPT_TOKENS))
+        replay(engine, _jobs(engine, 1, short, Lengths(2, 2), rng))
     for batch in _batch_sizes(engine.config.max_num_seqs):
         progress(f"{batch} requests")
-        for number in range(ROUNDS):
-            replay(engine, _jobs(engine, batch, rng, is_long=batch == 1 and number == 0))
+        prompts = Lengths(MIN_PROMPT_TOKENS, max(MIN_PROMPT_TOKENS, min(longest, BATCH_TOKENS // batch)))
+        for _ in range(ROUNDS):
+            replay(engine, _jobs(engine, batch, prompts, NEW_TOKENS, rng))
 
 
 def _batch_sizes(max_num_seqs: int) -> list[int]:
@@ -132,18 +145,12 @@ def _batch_sizes(max_num_seqs: int) -> list[int]:
     return sizes
 
 
-def _jobs(engine: Engine, count: int, rng: random.Random, *, is_long: bool) -> list[Job]:
-    """Return requests that arrive at once, with the longest prompts or random ones: few longer than many."""
-    longest = min(MAX_PROMPT_TOKENS, engine.max_model_len - NEW_TOKENS.high)
-    if longest < MIN_PROMPT_TOKENS:
-        least = MIN_PROMPT_TOKENS + NEW_TOKENS.high
-        raise RequestError(f"--context must be at least {least} to measure steps, got {engine.max_model_len}")
-    shortest = longest if is_long else MIN_PROMPT_TOKENS
-    prompts = Lengths(shortest, max(shortest, min(longest, BATCH_TOKENS // count)))
+def _jobs(engine: Engine, count: int, prompts: Lengths, outputs: Lengths, rng: random.Random) -> list[Job]:
+    """Return requests that arrive at once, with random prompts."""
     vocab = range(min(100, engine.vocab_size // 2), min(1000, engine.vocab_size))
     jobs = []
     for _ in range(count):
-        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS.draw(rng), ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=outputs.draw(rng), ignore_eos=True)
         jobs.append(Job(rng.choices(vocab, k=prompts.draw(rng)), params))
     return jobs
 

@@ -31,7 +31,8 @@ class Fit:
 def fit(samples: Iterable[tuple[Work, float]]) -> Fit:
     """Fit the coefficients by least squares.
 
-    An error is divided by the square root of the step's time, so that short and long steps weigh as much as they take.
+    An error is divided by the square root of the fitted time, so that short and long steps weigh as much as they take.
+    The measured time in its place would give less weight to steps that took longer than usual, and fit too short times.
     Steps that take more than ``OUTLIER`` times the fitted time are left out. No coefficient is negative: those that
     would be are 0.
 
@@ -47,16 +48,17 @@ def fit(samples: Iterable[tuple[Work, float]]) -> Fit:
     seconds = np.array([time for _, time in pairs])
     if not (seconds > 0).all():
         raise RequestError("a fit needs steps that take time, got one of 0 s")
-    is_kept = np.ones(len(pairs), dtype=bool)
+    is_kept, expected = np.ones(len(pairs), dtype=bool), seconds
     for _ in range(MAX_ROUNDS):
         if is_kept.sum() < len(names):
             raise RequestError(f"a fit needs at least {len(names)} steps, got {is_kept.sum()}")
-        weights = 1 / np.sqrt(seconds[is_kept])
+        weights = 1 / np.sqrt(expected[is_kept])
         coefficients = _non_negative(rows[is_kept] * weights[:, None], seconds[is_kept] * weights, names)
         fitted = rows @ coefficients
         was_kept, is_kept = is_kept, seconds <= OUTLIER * fitted
-        if (was_kept == is_kept).all():
+        if (was_kept == is_kept).all() and np.allclose(fitted, expected, rtol=1e-3):
             break
+        expected = fitted
     errors = np.abs(fitted / seconds - 1)[was_kept]
     return Fit(StepCost(*map(float, coefficients)), int(was_kept.sum()), float(np.median(errors)))
 
