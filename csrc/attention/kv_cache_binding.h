@@ -34,6 +34,8 @@ inline void* cache_scales(const Checks& check, const std::optional<Tensor>& scal
   if (quantization == CacheQuantization::kInt4) {
     check.shape(*scale, name, {pages[0], pages[1], pages[2], int4_groups(static_cast<int>(head_dim), int4_group), 2});
     check.dtype(*scale, name, ScalarType::Half);
+    // Kernels read a group's scale and minimum at once.
+    check.require(reinterpret_cast<uintptr_t>(scale->data_ptr()) % 4 == 0, name, " must be aligned to 4 bytes");
   } else {
     check.shape(*scale, name, {pages[0], pages[1], pages[2]});
     check.dtype(*scale, name, ScalarType::Float);

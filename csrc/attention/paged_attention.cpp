@@ -197,6 +197,7 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
     check.shape(*plan, "plan", {launch.plan_ints});
     check.dtype(*plan, "plan", ScalarType::Int);
     check.contiguous(*plan, "plan");
+    check.require(reinterpret_cast<uintptr_t>(plan->data_ptr()) % 16 == 0, "plan must be aligned to 16 bytes");
   }
   const Tensor steps = plan ? *plan : make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window, launch);
   const Tensor workspace = new_tensor(q, {launch.workspace_bytes}, ScalarType::Byte);

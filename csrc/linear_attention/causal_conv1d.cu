@@ -27,6 +27,10 @@ class Channels {
     p.weight_dtype == DType::kFloat32 ? load_filter<float>() : load_filter<T>();
   }
 
+  __device__ bool exists(int32_t slot) const {
+    return slot >= 0 && slot < p_.slots.slots;
+  }
+
   // The first kKernel - 1 tokens of a sequence, and its state in the slot that it reads.
   __device__ void head(int64_t seq, int64_t begin, int64_t end, int64_t write_to_read) {
     Inputs inputs{};
@@ -67,10 +71,6 @@ class Channels {
       load_floats(weight, weight_);
     }
     if (p_.bias != nullptr) load_floats(static_cast<const W*>(p_.bias) + first_, bias_);
-  }
-
-  __device__ bool exists(int32_t slot) const {
-    return slot >= 0 && slot < p_.slots.slots;
   }
 
   // The token's gate of the inputs, or with `dim` that of the results.
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kMostThreads, kCount == 1 ? kFewestBlocks : 0)
     if (token >= end) return;
     if (token == begin) {
       const int32_t read = p.slots.reads[seq];
-      const int64_t write = read < 0 ? -1 : token_that_writes(p.slots, read, begin + kKernel - 1, end);
+      const int64_t write = channels.exists(read) ? token_that_writes(p.slots, read, begin + kKernel - 1, end) : -1;
       if (has_channels) channels.head(seq, begin, end, write);
     } else if (token >= begin + kKernel - 1 && has_channels) {
       channels.token(seq, token);

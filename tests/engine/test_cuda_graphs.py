@@ -116,12 +116,18 @@ def test_captures_the_largest_first_with_a_progress_bar(monkeypatch: pytest.Monk
     prefill = [BatchSize(min(n, 12), n, 0, adapters) for n in (100, 64, 32, 16, 8) for adapters in (False, True)]
     decode = [BatchSize(n, n, n, adapters) for n in (12, 8, 4, 2, 1) for adapters in (False, True)]
     assert sizes == list(graphs._graphs) == prefill + decode
-    assert [graph.given_pool for graph in graphs._graphs.values()] == [None, *["pool"] * 19]  # type: ignore[attr-defined]
+
+
+def test_graphs_share_memory() -> None:
+    """torch reuses what a graph has freed for one of the same pool that was captured on the same stream."""
+    graphs: list[Any] = list(capture_all(inputs_of(12, 100))._graphs.values())
+    assert [graph.given_pool for graph in graphs] == [None, *["pool"] * 9]
+    assert len({graph.given_stream for graph in graphs}) == 1
 
 
 def test_a_capture_that_fails_disables_its_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails_once(step: Any, pool: object) -> FakeGraph:
-        graph = FakeGraph(step, pool)
+    def fails_once(step: Any, stream: object, pool: object) -> FakeGraph:
+        graph = FakeGraph(step, stream, pool)
         captured.append(graph)
         if len(captured) in (1, 4):
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -273,14 +279,11 @@ def test_entries_that_could_not_be_copied_are_copied_later(monkeypatch: pytest.M
     assert inputs.batch(BatchSize(1, 3, 0, False)).block_tables[0].tolist() == [[3, 4]]
 
 
-def test_a_capture_has_a_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_uses_the_given_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's default stream for captures is made once per process, on the GPU that was current then."""
-    streams, used = [], []
+    used = []
 
     class Stream:
-        def __init__(self) -> None:
-            streams.append(self)
-
         def wait_stream(self, other: object) -> None: ...
 
     @contextmanager
@@ -288,12 +291,12 @@ def test_a_capture_has_a_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) 
         used.append(stream)
         yield
 
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: note(stream=stream))
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", note)
     steps: list[int] = []
-    real_capture(lambda: steps.append(len(used)), None)
+    stream: Any = Stream()
+    real_capture(lambda: steps.append(len(used)), stream, None)
     assert steps == [1, 2], "once before the capture, and once in it"
-    assert used == [streams[0]] * 2
+    assert used == [stream] * 2

@@ -12,6 +12,7 @@ from support.state_slots import (
     assert_batch_and_threads,
     assert_cuts,
     assert_kept,
+    assert_no_other_slots,
     assert_snapshots,
     poisoned,
 )
@@ -93,6 +94,10 @@ def test_slots_may_be_strided(device: str) -> None:
     assert_rounded(out, expected)
     assert_bitwise(memory[:, 1], states)
     assert_bitwise(memory[:, 0], before[:, 0])
+
+
+def test_slots_out_of_range(device: str) -> None:
+    assert_no_other_slots(run_on(9, 40, torch.float32, device), torch.randn(6, 3, 40, device=device), device)
 
 
 @pytest.mark.parametrize("batch", ["snapshots", "every token"])

@@ -13,6 +13,7 @@ from support.state_slots import (
     assert_batch_and_threads,
     assert_cuts,
     assert_kept,
+    assert_no_other_slots,
     assert_snapshots,
     last,
     poisoned,
@@ -126,6 +127,10 @@ def test_unaligned_states_are_refused_on_a_gpu(request: pytest.FixtureRequest, d
     expected = ops.mamba2_scan(*call, state, *slots.tensors(device))
     assert_bitwise(ops.mamba2_scan(*call, moved, *slots.tensors(device)), expected)
     assert_bitwise(moved, state)
+
+
+def test_slots_out_of_range(device: str) -> None:
+    assert_no_other_slots(run_on(9, SIZES[0], torch.float32, device), states(6, SIZES[0], device), device)
 
 
 @pytest.mark.parametrize("sizes", [SIZES[2], SIZES[3]], ids=str)

@@ -660,6 +660,15 @@ def test_cuda_errors_name_the_argument(case: str, device: str) -> None:
         ops.paged_attention(**arguments)
 
 
+@per_device("dtype", [], [torch.bfloat16])
+def test_a_plan_must_be_aligned_on_cuda(dtype: torch.dtype, device: str) -> None:
+    batch = make_batch(BATCHES["mixed"], dtype=dtype, device=device)
+    plan = ops.paged_attention_plan(batch.seq_lens, batch.query_start, 9, 3, 64)
+    shifted = torch.cat([plan[:1], plan])[1:]
+    with pytest.raises(RuntimeError, match="plan must be aligned to 16 bytes"):
+        batch.run(plan=shifted)
+
+
 def in_place_on(device: str, tensor: Tensor) -> Tensor:
     """The tensor on the device, as badly aligned as it is: ``to`` alone would copy a view to memory of its own."""
     memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())

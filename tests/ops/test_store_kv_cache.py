@@ -311,6 +311,7 @@ BAD_INT4: dict[str, tuple[str, dict[str, Tensor | None]]] = {
     "k_scale of int8": ("k_scale", {"k_scale": SCALE}),
     "v_scale dtype": ("v_scale", {"v_scale": INT4_SCALES["v_scale"].float()}),
     "v_scale groups": ("v_scale", {"v_scale": INT4_SCALES["k_scale"]}),
+    "v_scale alignment": ("v_scale must be aligned", {"v_scale": torch.zeros(257).half()[1:].view(4, 16, 2, 1, 2)}),
 }
 
 

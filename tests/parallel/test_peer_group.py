@@ -84,6 +84,14 @@ def test_check_says_that_exchanges_ended() -> None:
         group.check()
 
 
+def test_a_group_made_in_inference_mode_is_aborted_outside() -> None:
+    """Ranks compute in inference mode; the code that ends them does not."""
+    with torch.inference_mode():
+        group = PeerGroup(0, [torch.zeros(_C.peer_memory_bytes(64), dtype=torch.uint8)])
+    group.abort()
+    assert group.is_aborted
+
+
 class SharedStorage:
     """Stands for a storage on a GPU, which torch shares by these two methods."""
 

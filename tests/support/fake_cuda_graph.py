@@ -22,9 +22,9 @@ from support.toy import ToyModel
 class FakeGraph:
     """Repeats the calls where a CUDA graph repeats kernels, as batch-invariant as they were when it was captured."""
 
-    def __init__(self, step: Callable[[], None], pool: object) -> None:
+    def __init__(self, step: Callable[[], None], stream: object, pool: object) -> None:
         step()
-        self.step, self.given_pool, self.num_replays = step, pool, 0
+        self.step, self.given_stream, self.given_pool, self.num_replays = step, stream, pool, 0
         self.invariant = is_batch_invariant()
 
     def replay(self) -> None:
@@ -67,6 +67,7 @@ def is_batch_invariant() -> bool:
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "capture", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
     # Nothing is captured, and to collect the garbage of a whole test run takes longer than all else.
     monkeypatch.setattr(cuda_graphs, "without_garbage_collection", contextlib.nullcontext)
     monkeypatch.setattr(sampler, "HostCopy", FakeHostCopy)

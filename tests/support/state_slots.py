@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
 from support.helpers import assert_bitwise, per_thread_count
+from support.placement import EmulatedDevice
 
 
 @dataclass(frozen=True)
@@ -119,3 +121,23 @@ def assert_batch_and_threads(slots: Slots, run: Run, state: Tensor, device: str)
         for slot in {*writes} - {-1}:
             assert_bitwise(own[slot], states[0][slot])
         start += length
+
+
+def assert_no_other_slots(run: Run, state: Tensor, device: str) -> None:
+    """The CPU refuses slots out of range; a GPU treats them like -1, also a state that a later token stores again.
+
+    Args:
+        run: operator on 9 tokens.
+        state: [slots, ...] memory, of which the operator gets the first three slots.
+        device: where it runs.
+    """
+    tokens, memory, expected = torch.arange(9, device=device), state.clone(), state.clone()
+    beyond = Slots([9], [4], [[*[-1] * 6, 1, 3, 4]])
+    if device == "cpu" and not isinstance(device, EmulatedDevice):
+        with pytest.raises(RuntimeError, match=r"state_reads\[0\] must be in -1..2, got 4"):
+            run(tokens, memory[:3], *beyond.tensors(device))
+        return
+    none = Slots([9], [-1], [[*[-1] * 6, 1, -1, -1]])
+    outputs = [run(tokens, memory[:3], *beyond.tensors(device)), run(tokens, expected[:3], *none.tensors(device))]
+    assert_bitwise(*outputs)
+    assert_bitwise(memory, expected)

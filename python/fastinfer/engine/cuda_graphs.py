@@ -166,11 +166,12 @@ class CUDAGraphs:
         hidden = self._forward(batch)
         self._hidden = torch.empty_like(hidden)
         self._logits = torch.empty_like(self._compute_logits(hidden, batch), dtype=torch.float32)
-        pool = None
+        # Memory that a graph has freed serves a later one only if both were captured on one stream.
+        stream, pool = torch.cuda.Stream(), None
         with without_garbage_collection():
             for size in tqdm(sizes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
                 try:
-                    graph = capture(self._make_step(size), pool)
+                    graph = capture(self._make_step(size), stream, pool)
                 except RuntimeError as error:
                     if not self.failed:
                         warnings.warn(f"{NOT_CAPTURED}: {error}", stacklevel=2)
@@ -217,23 +218,23 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def capture(step: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
+def capture(step: Callable[[], None], stream: torch.cuda.Stream, pool: object) -> torch.cuda.CUDAGraph:
     """Capture a step as a CUDA graph of the current GPU.
 
     The step runs once before the capture: the first launch of a kernel loads it, which a capture does not allow.
 
     Args:
         step: function that launches the kernels.
+        stream: stream to capture on, of the current GPU.
         pool: memory pool of other graphs, of which only one runs at a time; ``None`` for a new pool.
     """
-    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Without a stream of its own, a capture uses one of the GPU that the process captured on first. Only this thread's
-    # calls are checked, as other threads may use the GPU at the same time.
+    # Without a given stream, a capture uses one of the GPU that the process captured on first. Only this thread's calls
+    # are checked, as other threads may use the GPU at the same time.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]
         step()
     return graph

@@ -94,8 +94,9 @@ def sample(
     Raises:
         RuntimeError: a shape or dtype does not fit; on the CPU also a value out of range, or a row that has a NaN or no
             finite logit left after bias and mask. A GPU does not check values, because that would stall the host: such
-            a row has -1 and NaN in all its results, a parameter out of range acts like the nearest in range, a NaN
-            parameter like 0 or off, and biases of tokens out of range and biases of +inf or NaN are ignored.
+            a row has -1 and NaN in all its results. A temperature, top_k, top_p or min_p out of range acts like the
+            nearest in range, and one that is NaN like 0 or off. Penalties are used as they are. Biases of tokens out of
+            range and biases of +inf or NaN are ignored.
 
     Devices: CPU, CUDA.
 

@@ -42,7 +42,8 @@ class PeerGroup:
         self._memories = list(memories)
         self._deadline = deadline
         is_addressed_by_gpus = memories[rank].is_cuda or memories[rank].is_pinned()
-        self._aborted = torch.zeros(1, dtype=torch.int64, pin_memory=is_addressed_by_gpus)
+        with torch.inference_mode(False):  # abort() is also called by threads outside inference mode
+            self._aborted = torch.zeros(1, dtype=torch.int64, pin_memory=is_addressed_by_gpus)
         addresses = [memory.data_ptr() for memory in memories]
         table = _C.peer_table(addresses, memories[rank].numel(), deadline, self._aborted.data_ptr(), one_shot_bytes)
         self.memory = torch.frombuffer(bytearray(table), dtype=torch.uint8)
