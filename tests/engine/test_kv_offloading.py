@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ from support.tiny_decoder import CONFIG, make_decoder
 from support.toy import VOCAB_SIZE, Forgetful, ToyModel, ToyTokenizer, always_speculate, check_blocks, drain, toy_engine
 from support.toy_grammar import Letters, constrained
 
+from fastinfer.engine.block_store import HostBlockStore
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.construction import make_offloading
 from fastinfer.engine.engine import Engine
+from fastinfer.engine.prefix_hash import BlockContent
+from fastinfer.engine.transfer import HostCopy, pinned_bytes
 from fastinfer.errors import RequestError
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 
@@ -364,6 +369,27 @@ def test_an_adapter_is_known_by_its_matrices(tmp_path: Path) -> None:
     assert of_a != expected
     assert run("shared", "x", "b") == (expected, 0)
     assert run("shared", "another name", "b") == (expected, 7)
+
+
+def test_a_store_counts_what_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a GPU are in pinned memory, whose sizes torch rounds up to powers of two."""
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    store = HostBlockStore(300)
+    for number, size in enumerate((72, 128, 33)):
+        block = torch.full((size,), number, dtype=torch.uint8)
+        on_gpu: Any = SimpleNamespace(is_cuda=True, nbytes=size, device="cuda:0", to=lambda *_, copy=block, **__: copy)
+        store.put(BlockContent(bytes([number]), b""), HostCopy([on_gpu]))
+    assert (len(store), store.num_bytes) == (2, 128 + 64)
+    store.recount()
+    assert store.num_bytes == 128 + 64
+    config: Any = SimpleNamespace(
+        has_offloading=True, kv_offloading_size=100 / GIB, kv_offloading_dir=None, device="cuda"
+    )
+    worker: Any = SimpleNamespace(part_bytes=lambda part: 72)
+    with pytest.raises(RequestError, match="kv_offloading_size must hold at least one block of 128 bytes"):
+        make_offloading(config, [worker], "")
+    assert [pinned_bytes(size) for size in (0, 1, 2, 3, 2**20, 2**20 + 1)] == [0, 1, 2, 4, 2**20, 2**21]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ class EngineConfig:
             same tokens.
         kv_offloading_size: size in GiB of a store in host memory for blocks that leave the prefix cache, from which
             later requests load them; ``None`` for no such store. At most the memory of the host, or of its container;
-            on a CPU at most what is available beside the weights and the KV cache.
+            on a CPU at most what is available beside the weights and the KV cache. Blocks of a GPU are in pinned
+            memory, where each takes a power of two bytes, so the store may hold little more than half its size.
         kv_offloading_dir: folder in which computed blocks are kept, so that a later process need not compute them
             again; ``None`` for no such folder. Several processes may share it. The files tell what the prompts were:
             only their owner may read them, and they are not encrypted.

@@ -23,6 +23,7 @@ from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
 from fastinfer.engine.state_manager import StateManager
+from fastinfer.engine.transfer import pinned_bytes
 from fastinfer.engine.worker import CachePart, Worker
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
@@ -155,8 +156,9 @@ def make_offloading(config: EngineConfig, workers: List[Worker], fingerprint: st
     block_bytes = max(block_bytes, workers[0].part_bytes(CachePart.STATES))
     host, disk = None, None
     if config.kv_offloading_size is not None:
-        size = _store_bytes("kv_offloading_size", config.kv_offloading_size, block_bytes)
-        host = HostBlockStore(size)
+        is_cpu = torch.device(config.device).type == "cpu"
+        needed = block_bytes if is_cpu else pinned_bytes(block_bytes)
+        host = HostBlockStore(_store_bytes("kv_offloading_size", config.kv_offloading_size, needed))
     if config.kv_offloading_dir is not None:
         if not fingerprint:
             raise RequestError("kv_offloading_dir needs the fingerprint of the models, got none")

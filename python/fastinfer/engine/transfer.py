@@ -18,23 +18,29 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def pinned_bytes(num_bytes: int) -> int:
+    """Return how much memory torch pins for a tensor of so many bytes: it rounds up to a power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 class HostCopy:
     """A copy of tensors to host memory, which their GPU makes once it has computed them.
 
     Args:
         tensors: tensors of one device; those of the CPU are not copied.
+
+    Attributes:
+        num_bytes: size of the host memory that they take.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._copies, self._done = tensors, None
+        sizes = [tensor.nbytes for tensor in tensors]
+        self.num_bytes = sum(sizes)
         if tensors and tensors[0].is_cuda:
             self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # to pinned memory
             self._done = torch.cuda.current_stream(tensors[0].device).record_event()
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all tensors."""
-        return sum(tensor.nbytes for tensor in self._copies)
+            self.num_bytes = sum(map(pinned_bytes, sizes))
 
     def wait(self) -> list[Tensor]:
         """Return the tensors in host memory."""
