@@ -32,10 +32,6 @@ __global__ void merge_attention_states_kernel(const __grid_constant__ MergeAtten
   if (vector % vectors == 0) p.out_lse[row] = state.lse;
 }
 
-bool aligned(const void* p) {
-  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
 }  // namespace
 
 void merge_attention_states(const MergeAttentionStatesParams& p, void* stream) {
@@ -45,7 +41,7 @@ void merge_attention_states(const MergeAttentionStatesParams& p, void* stream) {
       launch("merge_attention_states", merge_attention_states_kernel<T, kCount>,
              {.grid = (vectors + kThreads - 1) / kThreads, .block = kThreads, .dependent = true}, stream, p);
     };
-    const bool vectorised = p.columns % kVectorElements<T> == 0 && aligned(p.a) && aligned(p.b) && aligned(p.out);
+    const bool vectorised = p.columns % kVectorElements<T> == 0 && vector_aligned(p.a, p.b, p.out);
     vectorised ? run.template operator()<kVectorElements<T>>() : run.template operator()<1>();
   });
 }

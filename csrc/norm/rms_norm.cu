@@ -1,5 +1,5 @@
-// RMSNorm on the GPU: a block per row, 16-byte accesses where the row allows. Up to 8192 elements stay in registers, so
-// that memory is read once; a longer row's later sweeps find the L1 or L2.
+// RMSNorm on the GPU: a block per row, 16-byte accesses where the row allows. Up to 32 KB of a row stay in registers,
+// so that memory is read once; a longer row's later sweeps find the L1 or L2.
 #include "norm/rms_norm.h"
 
 #include "common/cuda/launch.h"

@@ -28,8 +28,7 @@ Tensor w8a8_gemm(const Output& output, const Tensor& x, const Tensor& x_scales, 
   params.dtype = check.float_dtype(dtype, "dtype");
   params.activation = parse_activation(check, activation);
   const bool gated = params.activation != Activation::kNone;
-  check.require(!gated || n % (2 * kTileRows) == 0, "a gated activation needs a multiple of ", 2 * kTileRows,
-                " out_features (gate and up in runs of 16), got ", n);
+  check_gated(check, gated, n);
   check.require(!gated || !residual, "activation and residual must not be given together");
   if (residual) {
     check.shape(*residual, "residual", {m, n});

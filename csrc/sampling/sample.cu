@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kSampleThreads, 3)
   grid_dependency_launch();
   if (plan.parts > 1) {
     const SampleParts parts(p, plan);
-    if (!parts.write(block, p, part_of(block, p, parts, own, held, raw_sum, sum))) return;
+    if (!parts.write(p, part_of(block, p, parts, own, held, raw_sum, sum))) return;
   }
   finish_row(block, p, plan, raw_sum, sum);
 }

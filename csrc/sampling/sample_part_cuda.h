@@ -78,7 +78,7 @@ class SampleParts {
               static_cast<int64_t>(blockIdx.x) * plan.parts * plan.part_candidates) {}
 
   // Writes what this block has found, which all threads know; true in the block that is the row's last.
-  __device__ bool write(SampleBlock& block, const SampleParams& p, const SamplePart& part) const {
+  __device__ bool write(const SampleParams& p, const SamplePart& part) const {
     if (threadIdx.x == 0) parts_[blockIdx.y] = part;
     return last_to_arrive(p.arrived + blockIdx.x, plan_.parts);
   }
