@@ -5,8 +5,9 @@
 Prints, for decoding one sequence, tokens per second and the operators with the largest share of the time.
 """
 
-import sys
+import argparse
 import time
+from collections.abc import Sequence
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -46,16 +47,20 @@ def measure(name: str, model: PreTrainedModel, prompt: dict[str, torch.Tensor], 
     print(f"{name:30} {count / seconds:6.1f} tokens/s   {shares}", flush=True)
 
 
-def main(path: str = "HuggingFaceTB/SmolLM2-135M-Instruct", tokens: str = "64") -> None:
-    prompt = AutoTokenizer.from_pretrained(path)("Once upon a time", return_tensors="pt")
-    model = load(path)
-    measure("transformers", model, prompt, int(tokens))
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Swap kernels into a model one kind at a time, and time each step.")
+    parser.add_argument("model", nargs="?", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="default: %(default)s")
+    parser.add_argument("tokens", nargs="?", type=int, default=64, help="tokens of each run; default: %(default)s")
+    args = parser.parse_args(argv)
+    prompt = AutoTokenizer.from_pretrained(args.model)("Once upon a time", return_tensors="pt")
+    model = load(args.model)
+    measure("transformers", model, prompt, args.tokens)
     for name, options in STEPS.items():
         if "quantize" in options:
-            model = load(path)
+            model = load(args.model)
         replace(model, **options)
-        measure(name, model, prompt, int(tokens))
+        measure(name, model, prompt, args.tokens)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

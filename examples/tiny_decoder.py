@@ -6,8 +6,9 @@ A layer is seven calls: norm + QKV, rotation, cache store, attention, output + r
 activation, down + residual. The weights stay as they are in the file; examples/faster_transformers.py quantises.
 """
 
+import argparse
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -73,7 +74,16 @@ class TinyDecoder:
         return output
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Continue a text greedily with a Llama made of the operators alone.")
+    parser.add_argument("folder", type=Path, help="a Llama as Hugging Face saves it, in one safetensors file")
+    parser.add_argument("prompt")
+    parser.add_argument("--max-tokens", type=int, default=48, help="default: %(default)s")
+    args = parser.parse_args(argv)
+    tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
+    ids = TinyDecoder(args.folder).generate(tokenizer.encode(args.prompt).ids, args.max_tokens)
+    print(args.prompt + tokenizer.decode(ids))
+
+
 if __name__ == "__main__":
-    path, prompt = Path(sys.argv[1]), sys.argv[2]
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    print(prompt + tokenizer.decode(TinyDecoder(path).generate(tokenizer.encode(prompt).ids, 48)))
+    main()

@@ -1,8 +1,6 @@
 """The sample applications run, and do what their texts say."""
 
 import re
-import runpy
-import sys
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -23,6 +21,14 @@ pytestmark = pytest.mark.slow
 
 def example(name: str) -> ModuleType:
     return load_script(f"examples/{name}.py")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        example(name).main(["--help"])
+    assert end.value.code == 0
+    assert "usage: " in capsys.readouterr().out
 
 
 def test_chat(model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,9 +104,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_faster_transformers(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["faster_transformers.py", str(tiny_model)])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # for this process has other tests to run
-    runpy.run_path(str(ROOT / "examples" / "faster_transformers.py"), run_name="__main__")
+    example("faster_transformers").main([str(tiny_model)])
     output = capsys.readouterr().out
     assert "replaced 4 LlamaAttention -> Attention (int4)" in output
     assert re.search(r"\d tokens/s before, [\d.]+ after\n$", output)
@@ -117,8 +122,13 @@ def test_tiny_decoder(tiny_model: Path) -> None:
     torch.testing.assert_close(decoder.forward(torch.tensor(ids), 0), expected, rtol=0, atol=1e-4)
 
 
+def test_tiny_decoder_prints_the_prompt_and_what_follows(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("tiny_decoder").main([str(tiny_model), "Once upon", "--max-tokens", "5"])
+    assert capsys.readouterr().out.startswith("Once upon")
+
+
 def test_swap_kernels(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example("swap_kernels").main(str(tiny_model), "4")
+    example("swap_kernels").main([str(tiny_model), "4"])
     lines = capsys.readouterr().out.splitlines()
     assert [line[:30].strip() for line in lines] == [
         "transformers",

@@ -61,8 +61,8 @@ def test_no_block_is_overlooked() -> None:
 @pytest.mark.usefixtures("model_path")
 def test_the_first_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     *install, command = SERVE[0].strip().splitlines()
-    assert [line.split()[0] for line in install] == ["git", "python", "pip", "pip"]
-    for line in install[:3]:  # but for the comments, the same as on the first page
+    assert [line.split()[0] for line in install] == ["git", "python", "pip", "pip", "pip"]
+    for line in install[:4]:  # but for the comments, the same as on the first page
         assert line.partition("  #")[0] in (ROOT / "docs/getting-started.md").read_text()
     with served(command) as (address, _):
         for code in CURL[:2]:

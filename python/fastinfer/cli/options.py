@@ -108,7 +108,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         "--draft-model",
         action=EngineOption,
         metavar="MODEL",
-        help="smaller model or draft head that drafts them, named like a model; mtp: the model's own layers for that",
+        help="smaller model or draft head that drafts them, named like a model; mtp: the model's layers for "
+        "multi-token prediction",
     )
     options.add_argument(
         "--sparse-attention",

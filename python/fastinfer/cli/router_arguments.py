@@ -29,7 +29,7 @@ def add_router(parser: argparse.ArgumentParser) -> None:
         type=rate,
         default=1.0,
         metavar="S",
-        help="seconds between two questions whether a server is ready; default: %(default)g",
+        help="seconds between two requests for a server's /ready; default: %(default)g",
     )
     add_listening(parser.add_argument_group("server"))
     add_limits(parser.add_argument_group("limits"))
