@@ -61,8 +61,8 @@ def quantize_checkpoint(
     Raises:
         UnsupportedModelError: the model is quantised already or has transposed matrices, or the GGUF file's
             architecture is not among those that can be quantised.
-        RequestError: the method does not fit the sizes of the model, or needs calibration texts; or the folder is not
-            empty.
+        RequestError: the method does not fit the sizes of the model, or needs calibration texts; or a text is longer
+            than the model's context; or the folder is not empty.
     """
     if not source.is_dir():
         check_new_folder("out", out)
@@ -80,6 +80,7 @@ def quantize_checkpoint(
     if method.needs_inputs and not texts:
         raise RequestError(f"{method.name} needs a calibration text")
     method.check(config)
+    config.check_length(max(map(len, texts), default=0))
     report = Report(asdict(method), "outputs" if texts else "weights")
     settings = WriterSettings(
         bits=method.bits,
