@@ -212,6 +212,35 @@ def test_a_gguf_file_is_a_source(folder: Path, capsys: Captured) -> None:
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_the_current_folder_is_an_output(
+    folder: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    source = folder / "model"
+    if kind == "gguf":
+        source = tmp_path / "model.gguf"
+        write_gguf(source, make_model("llama2"), tokens=["a", "b", "ab", *(f"<{number}>" for number in range(317))])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["quantize", str(source), "--method", "int8", "--out", "."]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "."
+    files = {path.name for path in Path().iterdir()}
+    assert {"config.json", "model.safetensors", "quantization_report.json"} < files
+    assert files == {path.name for path in (tmp_path / "here").iterdir()}
+
+
+def test_only_the_files_that_are_read_are_counted(folder: Path, tmp_path: Path) -> None:
+    """Some folders have a second copy of the weights."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(folder / "model", model)
+    size = (model / "model.safetensors").stat().st_size
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    report = quantize_checkpoint(model, out, Method("int8", 8, symmetric=True), [])
+    assert (report.bytes_before, report.bytes_after) == (size, (out / "model.safetensors").stat().st_size)
+    [result] = comparison.compare([str(model)], str(folder / "one.txt"), 32, 64, speed=False)
+    assert result.bytes == size
+
+
 def test_a_quantised_gguf_file_is_no_source(tmp_path: Path, capsys: Captured) -> None:
     write_gguf(
         tmp_path / "model.gguf", make_model("llama2"), matrices=gguf.GGMLQuantizationType.Q4_0, tokens=["a", "b", "ab"]
