@@ -3,6 +3,7 @@
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from fastinfer.errors import FastinferError, QuantizationError, RequestError, Un
 from fastinfer.models.checkpoint import split_name
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.moe import MixtureOfExperts
+from fastinfer.quantize import calibration
 from fastinfer.quantize.calibration import CalibratedWeight
 from fastinfer.quantize.checkpoint import quantize_checkpoint
 from fastinfer.quantize.methods import SYMMETRIC, Method
-from fastinfer.quantize.statistics import InputStatistics
 from fastinfer.weights.expert_weights import DenseExperts
 from fastinfer.weights.weight import DenseWeight
 
@@ -160,17 +161,23 @@ def test_numbers_that_no_format_holds_are_refused_by_name(name: str, value: floa
 def test_one_layer_is_in_memory_at_a_time(with_texts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its weights is there once in fp32."""
     save_model(tmp_path / "model", "llama2")
-    quantize, layers, sizes = CalibratedWeight._quantized, set(), []
+    layers, sizes = set(), []
 
-    def watched(self: CalibratedWeight, statistics: InputStatistics | None) -> Tensor:
-        result = quantize(self, statistics)
-        alive = [weight for weight in gc.get_objects() if isinstance(weight, CalibratedWeight)]
-        layers.add(len({split_name(weight.names[0])[0] for weight in alive}))
-        fields = [value for weight in alive for value in vars(weight).values() if isinstance(value, Tensor)]
-        sizes.append(sum(value.nbytes for value in fields))
-        return result
+    def watch(owner: type, name: str) -> None:
+        function = getattr(owner, name)
 
-    monkeypatch.setattr(CalibratedWeight, "_quantized", watched)
+        def watched(*args: Any) -> Any:
+            result = function(*args)
+            alive = [weight for weight in gc.get_objects() if isinstance(weight, CalibratedWeight)]
+            layers.add(len({split_name(weight.names[0])[0] for weight in alive}))
+            fields = [value for weight in alive for value in vars(weight).values() if isinstance(value, Tensor)]
+            sizes.append(sum(value.nbytes for value in fields))
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(calibration._CalibratedReader, "weight")
+    watch(CalibratedWeight, "_quantized")
     quantize_checkpoint(tmp_path / "model", tmp_path / "out", method("rtn", 4), texts() if with_texts else [])
     config = HFCheckpoint(tmp_path / "model").config
     rows = 2 * config.q_size(0) + 2 * config.kv_size(0) + 3 * config.mlp_size(0)

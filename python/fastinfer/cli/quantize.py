@@ -36,14 +36,14 @@ def run(args: argparse.Namespace) -> int:
             bar().total = total
             bar().update(done - bar().n)
 
-        out = Path(args.out).resolve()
+        out = Path(args.out)
         texts = [] if calibration is None else calibration.ids
         report = quantize_checkpoint(source, out, method, texts, progress)
     if evaluation is not None:
         report.perplexity_before, report.perplexity_after = (_perplexity(path, evaluation) for path in (source, out))
     (out / "quantization_report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
     print(report)
-    print(Path(args.out))
+    print(out)
     return 0
 
 
