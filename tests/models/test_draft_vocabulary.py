@@ -16,6 +16,7 @@ from torch import Tensor
 from fastinfer import LLM, SamplingParams
 from fastinfer.errors import CheckpointFormatError, RequestError
 from fastinfer.evaluation.perplexity import perplexity
+from fastinfer.evaluation.text_file import Sections
 from fastinfer.formats.safetensors_folder import SINGLE
 from fastinfer.models.hf_checkpoint import D2T
 
@@ -128,7 +129,7 @@ def test_wrong_sizes_are_refused(tmp_path: Path, size: Any) -> None:
 def test_it_is_no_model_of_its_own(tmp_path: Path) -> None:
     _, reduced = save_folders(tmp_path)
     with pytest.raises(RequestError, match="must have logits for all 320 tokens, got a draft model with logits for 97"):
-        perplexity(load(reduced), [some_tokens()])
+        perplexity(load(reduced), Sections([some_tokens()], 1))
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from support.families import save_model
 from support.tiny_decoder import CONFIG
 
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.fingerprint import NUM_SAMPLES, SAMPLE_BYTES, fingerprint, sample_offsets
-from fastinfer.models.hf_checkpoint import checkpoint_files
+from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.ops import RopeScaling
 
 PRECISION = Precision.of("auto")
@@ -23,7 +24,7 @@ def of(*paths: Path, config: ModelConfig = CONFIG, precision: Precision = PRECIS
 
 
 def files_of(path: Path) -> list[Path]:
-    return checkpoint_files(path) if path.is_dir() else [path]
+    return HFCheckpoint(path).files if path.is_dir() else [path]
 
 
 def write(path: Path, content: bytes, time: int = 10**9) -> Path:
@@ -74,16 +75,19 @@ def test_of_the_length_only_the_factors_of_the_rotations_count(tmp_path: Path) -
 
 
 def test_a_folder_s_weights_and_configuration_count(tmp_path: Path) -> None:
-    names = ["config.json", "model-1.safetensors", "model-2.safetensors", "README.md"]
+    """Other files do not, such as a second copy of the weights."""
+    save_model(tmp_path, "llama2", max_shard_size="200KB")
+    others = {"README.md", "consolidated.safetensors"}
+    for name in others:
+        write(tmp_path / name, b"x" * 9)
+    known, names = of(tmp_path), {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "model.safetensors.index.json", "model-00002-of-00004.safetensors"} < names
     for name in names:
-        write(tmp_path / name, name.encode())
-    known = of(tmp_path)
-    for name in names:
-        write(tmp_path / name, name.encode().upper())
-        assert (of(tmp_path) == known) == (name == "README.md")
-        write(tmp_path / name, name.encode())
-    (tmp_path / "model-2.safetensors").unlink()
-    assert of(tmp_path) != known
+        time = (tmp_path / name).stat().st_mtime_ns
+        os.utime(tmp_path / name, ns=(time, time + 1))
+        assert (of(tmp_path) == known) == (name in others), name
+        os.utime(tmp_path / name, ns=(time, time))
+    assert of(tmp_path) == known
 
 
 def test_samples_reach_from_start_to_end() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support.families import SIZES
 from torch import Tensor
@@ -17,6 +18,7 @@ from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.quantize.layout import WriterSettings
 from fastinfer.quantize.rounding import round_rows, round_to_nearest, round_to_nf4
 from fastinfer.quantize.writer import CheckpointWriter
+from fastinfer.utils.safetensors_file import write_tensors
 
 INT4 = WriterSettings(4, 64)
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
@@ -138,6 +140,43 @@ def test_an_error_leaves_nothing(source: Path, tmp_path: Path) -> None:
         with pytest.raises(QuantizationError, match=r"^layer 'a\.b': gptq cannot hold a weight of the form Dense"):
             writer.add_linear("a.b", Dense(torch.zeros(32, 64)))
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("fastinfer.utils.safetensors_file.save_file", fail)
+    before = sorted(tmp_path.iterdir())
+    with (
+        CheckpointWriter(tmp_path / "out", source, "gptq", INT4) as writer,
+        pytest.raises(RequestError, match=r"shard-0: the file cannot be written: .*No space left on device"),
+    ):
+        writer.close()
+    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(RequestError, match="cannot be written"):
+        write_tensors({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", [".", "../link", "../here"])
+def test_an_empty_folder_stays_the_same_folder(
+    source: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("here", "target"):
+        (tmp_path / folder).mkdir(mode=0o710)
+    (tmp_path / "link").symlink_to("target")
+    monkeypatch.chdir(tmp_path / "here")
+    names, out = sorted(tmp_path.iterdir()), Path(name)
+    before = out.stat()
+    with CheckpointWriter(out, source, "gptq", INT4, shard_bytes=6000) as writer:
+        writer.close(SafetensorsFolder(source))
+    after = out.stat()
+    assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+    assert {"config.json", "model.safetensors.index.json"} < {path.name for path in out.iterdir()}
+    assert SafetensorsFolder(out).names
+    assert sorted(tmp_path.iterdir()) == names
 
 
 def test_wrong_tensors(source: Path, tmp_path: Path) -> None:

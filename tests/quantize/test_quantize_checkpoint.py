@@ -1,16 +1,23 @@
 """Whole models quantised and read back: what was folded away is in the file, and nothing else has changed."""
 
+import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import load, make_model, save_model, some_tokens
 from support.teacher_forcing import log_probabilities
+from torch import Tensor
 
-from fastinfer.errors import FastinferError, RequestError, UnsupportedModelError
+from fastinfer.errors import FastinferError, QuantizationError, RequestError, UnsupportedModelError
+from fastinfer.models.checkpoint import split_name
+from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.moe import MixtureOfExperts
+from fastinfer.quantize import calibration
+from fastinfer.quantize.calibration import CalibratedWeight
 from fastinfer.quantize.checkpoint import quantize_checkpoint
 from fastinfer.quantize.methods import SYMMETRIC, Method
 from fastinfer.weights.expert_weights import DenseExperts
@@ -131,6 +138,51 @@ def test_what_is_not_quantised_stays(tmp_path: Path) -> None:
     assert not any(f"{name}" in after for name in before.keys() - kept)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "gptq"
+
+
+NUMBERS = [(name, value) for name in (*LIMITS, "nf4") for value in (float("nan"), float("inf"))]
+NUMBERS += [(name, 1e30) for name in ("rtn", "gptq", "awq", "int8")]  # whose scales are fp16
+
+
+@pytest.mark.parametrize(("name", "value"), NUMBERS)
+def test_numbers_that_no_format_holds_are_refused_by_name(name: str, value: float, tmp_path: Path) -> None:
+    make_model("llama2", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    how = method(name, 4, 64) if name == "nf4" else method(name, 8)
+    for given in [texts()] if how.needs_inputs else [texts(), []]:
+        with pytest.raises(QuantizationError, match=r"^layer 'layers\.1\.gate_proj, layers\.1\.up_proj': expected"):
+            quantize_checkpoint(tmp_path / "model", tmp_path / "out", how, given)
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("with_texts", [False, True])
+def test_one_layer_is_in_memory_at_a_time(with_texts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its weights is there once in fp32."""
+    save_model(tmp_path / "model", "llama2")
+    layers, sizes = set(), []
+
+    def watch(owner: type, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*args: Any) -> Any:
+            result = function(*args)
+            alive = [weight for weight in gc.get_objects() if isinstance(weight, CalibratedWeight)]
+            layers.add(len({split_name(weight.names[0])[0] for weight in alive}))
+            fields = [value for weight in alive for value in vars(weight).values() if isinstance(value, Tensor)]
+            sizes.append(sum(value.nbytes for value in fields))
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(calibration._CalibratedReader, "weight")
+    watch(CalibratedWeight, "_quantized")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", method("rtn", 4), texts() if with_texts else [])
+    config = HFCheckpoint(tmp_path / "model").config
+    rows = 2 * config.q_size(0) + 2 * config.kv_size(0) + 3 * config.mlp_size(0)
+    assert layers == {1}
+    assert max(sizes) == 4 * rows * config.hidden_size
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Quantisation of single weights: what each method promises, on inputs whose features are correlated."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from fastinfer.errors import RequestError
+from fastinfer.errors import QuantizationError, RequestError
 from fastinfer.formats.unpacked import Grouped, Int4, Int8, Lut
 from fastinfer.quantize.awq import search_clipping, search_scales
 from fastinfer.quantize.calibration import CalibratedWeight
@@ -118,6 +120,60 @@ def test_gptq_survives_inputs_that_never_come() -> None:
     x = inputs()
     x[:, 5] = 0
     assert torch.isfinite(quantize_gptq(weight(), InputStatistics.of(x), 4, GROUP).dequantize()).all()
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq_does_not_depend_on_the_unit_of_the_inputs(act_order: bool) -> None:
+    """Nor do columns without inputs change how much is added to the diagonal of the others."""
+    x = inputs()
+    x[:, :GROUP] = 0
+    found = [
+        quantize_gptq(weight(), InputStatistics.of(x * unit), 4, GROUP, act_order=act_order) for unit in (1, 2**-6)
+    ]
+    assert torch.equal(found[0].dequantize(), found[1].dequantize())
+    alive = quantize_gptq(weight()[:, GROUP:], InputStatistics.of(x[:, GROUP:]), 4, GROUP, act_order=act_order)
+    assert torch.equal(found[0].dequantize()[:, GROUP:], alive.dequantize())
+    dead = quantize_gptq(weight(), InputStatistics.of(torch.zeros(4, COLS)), 4, GROUP, act_order=act_order)
+    assert torch.equal(dead.dequantize(), round_to_nearest(weight(), 4, GROUP).dequantize())
+
+
+def test_gptq_makes_one_copy_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The factors replace each other in place, and the statistics stay what they are."""
+    pointers, given = [], statistics()
+    before = given.hessian.clone()
+
+    def watch(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def watched(a: Tensor, out: Tensor) -> Tensor:
+            assert a.stride() == (1, COLS)  # otherwise there would be a copy inside
+            pointers.extend([a.data_ptr(), out.data_ptr()])
+            result: Tensor = function(a, out=out)
+            return result
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(torch.linalg, "cholesky")
+    watch(torch, "cholesky_inverse")
+    quantize_gptq(weight(), given, 4, GROUP)
+    assert len(pointers) == 6
+    assert len(set(pointers)) == 1
+    assert torch.equal(given.hessian, before)
+
+
+def test_gptq_refuses_correlations_without_a_decomposition() -> None:
+    hessian = statistics().hessian
+    hessian[3, 4] = hessian[4, 3] = float("inf")
+    with pytest.raises(QuantizationError, match="expected inputs whose correlations have a Cholesky decomposition"):
+        quantize_gptq(weight(), InputStatistics(hessian, torch.ones(COLS), torch.ones(COLS)), 4, GROUP)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_scales_beyond_fp16_are_refused(symmetric: bool) -> None:
+    values = weight()
+    values[2, 3] = 2e6
+    with pytest.raises(QuantizationError, match=r"whose scales fp16 holds, got a scale of (1\.33|2\.67)e\+05"):
+        round_to_nearest(values, 4, GROUP, symmetric)
 
 
 def test_awq_is_never_worse_than_rounding_and_better_with_outliers() -> None:

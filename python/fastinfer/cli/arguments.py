@@ -235,6 +235,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
             context=f"tokens of each section of the text; default: {SECTION_TOKENS}",
             max_num_seqs="sections that are computed at once; default: 1",
             min_context=32,
+            one_device=True,
         )
         return kind
 

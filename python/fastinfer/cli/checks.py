@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fastinfer import hub
-from fastinfer.cli.arguments import HEAD_ROW
+from fastinfer.cli.arguments import HEAD_ROW, SECTION_TOKENS
 from fastinfer.cli.options import API_KEY_VARIABLE
 from fastinfer.client.endpoint import Endpoint
 from fastinfer.distill.settings import SELF, Settings
@@ -127,6 +127,7 @@ def check_quantize(args: argparse.Namespace) -> None:
         raise RequestError(f"--calibration: {method.name} needs a text, got none")
     for option in ("calibration", "evaluation"):
         if (path := getattr(args, option)) is not None:
+            _check_sections(args.tokens, args.context)
             _read_text(option, path)
     check_new_folder("--out", Path(args.out))
     hub.resolve(args.model)
@@ -158,6 +159,7 @@ def check_distill(args: argparse.Namespace) -> None:
 
 def check_eval(args: argparse.Namespace) -> None:
     """Check the arguments of ``eval``."""
+    _check_sections(args.tokens, args.engine_options.get("max_model_len", SECTION_TOKENS))
     _read_text("text", args.text)
     for model in args.models:
         hub.resolve(model)
@@ -207,6 +209,11 @@ def _read_text(option: str, path: str) -> str:
         return read_text(path)
     except RequestError as error:
         raise RequestError(f"--{option}: {error}") from None
+
+
+def _check_sections(tokens: int, context: int) -> None:
+    if tokens < context:
+        raise RequestError(f"--tokens: expected at least {context}, those of one section (--context), got {tokens}")
 
 
 def _make_folder(option: str, path: str) -> None:

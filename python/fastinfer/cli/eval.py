@@ -10,11 +10,13 @@ from fastinfer.benchmarks.progress import show_progress
 from fastinfer.benchmarks.report import print_plot, write_json
 from fastinfer.cli.arguments import SECTION_TOKENS
 from fastinfer.evaluation import comparison
-from fastinfer.evaluation.perplexity import perplexity, split_sections
-from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.evaluation.perplexity import perplexity
+from fastinfer.evaluation.text_file import read_sections
 from fastinfer.llm import kv_cache_dtype_of
-from fastinfer.models import load_model
+from fastinfer.models import load_model, open_checkpoint
+from fastinfer.models.config import Precision
 from fastinfer.utils.device import resolve_device
+from fastinfer.utils.finite_json import finite_json
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "auto",
@@ -36,11 +38,14 @@ def _perplexity(args: argparse.Namespace, options: dict[str, Any]) -> int:
     cache_dtype = kv_cache_dtype_of(options["kv_cache_dtype"], dtype, device)
     with show_progress(args.models[0]) as progress:
         progress("loading")
-        model, tokenizer = load_model(hub.resolve(args.models[0]), dtype, device, length)
-        texts = split_sections(read_tokens(args.text, tokenizer), length, args.tokens)
-        progress(f"{sum(map(len, texts))} tokens")
-        found = perplexity(model, texts, cache_dtype, device=device, batch_size=options["max_num_seqs"])
-    print(json.dumps({"perplexity": found, "tokens": sum(map(len, texts))}) if args.json else f"{found:.4f}")
+        checkpoint = open_checkpoint(hub.resolve(args.models[0]), Precision.of(dtype, device).exact)
+        checkpoint.config.check_length(length)
+        model, tokenizer = load_model(checkpoint, dtype, device, length)
+        sections = read_sections(args.text, tokenizer, length, args.tokens)
+        progress(f"{sections.num_tokens} tokens")
+        found = perplexity(model, sections, cache_dtype, device=device, batch_size=options["max_num_seqs"])
+    values = {"perplexity": found, "tokens": sections.num_tokens}
+    print(json.dumps(finite_json(values)) if args.json else f"{found:.4f}")
     return 0
 
 

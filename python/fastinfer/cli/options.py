@@ -150,7 +150,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 
 def add_loading_options(
-    parser: argparse.ArgumentParser, *, context: str, max_num_seqs: str, min_context: int = 1
+    parser: argparse.ArgumentParser, *, context: str, max_num_seqs: str, min_context: int = 1, one_device: bool = False
 ) -> argparse._ArgumentGroup:
     """Add what every command has that loads a model.
 
@@ -158,6 +158,7 @@ def add_loading_options(
         parser: the command's parser.
         context, max_num_seqs: help of these options, which mean something else in each command.
         min_context: smallest context.
+        one_device: whether the command takes no list of places.
 
     Returns:
         The group of these options. Its options are collected in ``engine_options``.
@@ -168,12 +169,13 @@ def add_loading_options(
     def add(name: str, dest: str, **settings: Any) -> None:
         options.add_argument(name, dest=dest, action=EngineOption, **settings)
 
+    several = "" if one_device else ", or several like cuda:0=24,cuda:1=8 or cuda+cpu"
     add(
         "--device",
         "device",
-        type=device,
+        type=device_name if one_device else device,
         metavar="NAME",
-        help=f"{DEVICE_NAMES}, or several like cuda:0=24,cuda:1=8 or cuda+cpu; default: auto, a GPU if there is one",
+        help=f"{DEVICE_NAMES}{several}; default: auto, a GPU if there is one",
     )
     add("--dtype", "dtype", choices=DTYPES, help="dtype to compute in; default: auto")
     add(
@@ -286,7 +288,13 @@ def device(text: str) -> str:
             parse_places(text)
         except RequestError as error:
             raise argparse.ArgumentTypeError(str(error).removeprefix("device: ")) from None
-    elif not is_device_name(text):
+        return text
+    return device_name(text)
+
+
+def device_name(text: str) -> str:
+    """Check the name of one device."""
+    if not is_device_name(text):
         raise argparse.ArgumentTypeError(f"expected {DEVICE_NAMES}, got {show(text)}")
     return text
 

@@ -49,7 +49,8 @@ class Judge:
         for section, found in zip(
             sections, log_probabilities(teacher.model, sections, kv_cache_dtype_of("auto", "auto", "cpu")), strict=True
         ):
-            losses.append(loss(found[self._first :], section[self._first :]))
+            tokens = torch.tensor(section[given:])
+            losses.append(loss(found[self._first : -1], tokens) / len(tokens))
             self._log_probs.append(found[self._first : -1].half())
         self.teacher_loss = sum(losses) / len(losses)
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fastinfer.distill.teacher import Teacher
 from fastinfer.distill.texts import SHARD_SECTIONS, Texts
 from fastinfer.errors import RequestError
-from fastinfer.utils.file_mode import share_as_new
+from fastinfer.utils.safetensors_file import write_tensors
 
 
 class Shards:
@@ -49,7 +48,7 @@ class Shards:
         """Return a shard; after the last one of a file the first one follows.
 
         Raises:
-            RequestError: a file of the folder belongs to another run, or is damaged.
+            RequestError: a file of the folder belongs to another run, is damaged, or cannot be written.
         """
         count = self._texts.num_shards
         index = index if count is None else index % count
@@ -63,8 +62,7 @@ class Shards:
         shard = self._record(index)
         self.num_recorded += shard["ids"].numel()
         unfinished = path.with_suffix(f".{os.getpid()}")
-        save_file(shard, unfinished, {"key": self._key})
-        share_as_new(unfinished)
+        write_tensors(shard, unfinished, {"key": self._key})
         unfinished.rename(path)
         return shard
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from fastinfer.distill.settings import SELF
 from fastinfer.distill.teacher import Teacher
 from fastinfer.errors import RequestError
-from fastinfer.evaluation.perplexity import split_sections
-from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.evaluation.text_file import read_sections
 from fastinfer.tokenizers.chat_template import before_user_message
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
@@ -23,13 +22,17 @@ class Texts:
 
     Attributes:
         sections: sections of a file in random order, of equal length; ``None`` if the teacher writes the texts.
+        given: number of tokens at the start of each text that are not predicted: of a section of a file those before
+            the text, see :class:`fastinfer.evaluation.text_file.Sections`; of what the teacher writes the prompt, which
+            it did not write. A student that learns it by heart has learnt nothing.
         evaluation: unseen sections of the same length.
-        evaluation_given: number of tokens at the start of each of these that are not predicted, see ``given``.
+        evaluation_given: the same number for these.
         length: tokens of a section.
         prompt: where the teacher starts to write, if it does.
     """
 
     sections: list[list[int]] | None
+    given: int
     evaluation: list[list[int]]
     evaluation_given: int
     length: int
@@ -39,14 +42,6 @@ class Texts:
     def num_shards(self) -> int | None:
         """Number of shards; ``None`` for any number."""
         return None if self.sections is None else -(-len(self.sections) // SHARD_SECTIONS)
-
-    @property
-    def given(self) -> int:
-        """Number of tokens at the start of each section that are not predicted: the first one, or the whole prompt.
-
-        The teacher did not write the prompt, and a student that learns it by heart has learnt nothing.
-        """
-        return len(self.prompt) if self.sections is None else 1
 
     @property
     def digest(self) -> str:
@@ -79,12 +74,15 @@ def read_texts(data: str, evaluation: str | None, teacher: Teacher, length: int)
             f"context: expected at least {2 * len(prompt)} tokens for texts that begin with "
             f"{len(prompt)} of the chat template, got {length}"
         )
-    evaluation_given = 1
-    sections = None if data == SELF else split_sections(read_tokens(data, teacher.tokenizer), length)
+    sections, given = None, len(prompt)
+    if data != SELF:
+        found = read_sections(data, teacher.tokenizer, length)
+        sections, given = found.ids, found.given
+    evaluation_given = given
     if evaluation is not None:
-        held_out = split_sections(read_tokens(evaluation, teacher.tokenizer), length)[:EVALUATION_SECTIONS]
+        judged = read_sections(evaluation, teacher.tokenizer, length, EVALUATION_SECTIONS * length)
+        held_out, evaluation_given = judged.ids, judged.given
     elif sections is None:
-        evaluation_given = len(prompt)
         held_out = teacher.write(prompt, EVALUATION_SECTIONS, length, first_seed=-EVALUATION_SECTIONS)
     else:
         if len(sections) < 2:
@@ -95,7 +93,7 @@ def read_texts(data: str, evaluation: str | None, teacher: Teacher, length: int)
         sections = [section for index, section in enumerate(sections) if index not in chosen]
     if sections is not None:
         random.Random(0).shuffle(sections)
-    return Texts(sections, held_out, evaluation_given, length, prompt)
+    return Texts(sections, given, held_out, evaluation_given, length, prompt)
 
 
 def user_prefix(tokenizer: Tokenizer) -> list[int]:

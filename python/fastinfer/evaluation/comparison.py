@@ -1,22 +1,24 @@
 """Comparison of models on one text: size, perplexity, agreement with the first model, and speed."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastinfer import hub
 from fastinfer.errors import RequestError
-from fastinfer.evaluation.perplexity import log_probabilities, loss, split_sections
-from fastinfer.evaluation.text_file import read_text, read_tokens
+from fastinfer.evaluation.perplexity import exponential, loss, predictions
+from fastinfer.evaluation.text_file import Sections, read_sections, read_text
 from fastinfer.llm import LLM, kv_cache_dtype_of
-from fastinfer.models import load_model, open_checkpoint
+from fastinfer.models import load_model, open_checkpoint, read_tokenizer
 from fastinfer.models.config import Precision
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.utils.device import resolve_device
+from fastinfer.utils.finite_json import finite_json
 from fastinfer.utils.table import format_table
 
 SPEED_PROMPT, SPEED_TOKENS, SPEED_REPEATS = 32, 64, 3
@@ -30,8 +32,9 @@ class Result:
         model: the model's name as the user gave it.
         bytes: size of the weight files.
         perplexity: perplexity on the text.
-        agreement: share of the positions whose most likely token is also the first model's.
-        divergence: mean Kullback-Leibler divergence from the first model's distribution, in nats.
+        agreement: share of the predictions whose most likely token is also the first model's.
+        divergence: mean Kullback-Leibler divergence from the first model's distribution, in nats. It and the agreement
+            are those of the tokens that all models have.
         tokens_per_s: median speed of decoding one sequence; ``None`` if it was not measured.
     """
 
@@ -76,7 +79,7 @@ def compare(
         names: names or paths that :func:`fastinfer.hub.resolve` knows.
         text: path of a text file.
         length: tokens of each section of the text; sections are evaluated independently.
-        max_tokens: largest number of tokens of the text to use.
+        max_tokens: largest number of tokens of all sections.
         dtype, device, kv_cache_dtype: as for :class:`fastinfer.LLM`.
         max_num_seqs: number of sections that are computed at once.
         speed: also measure the speed of decoding.
@@ -84,35 +87,33 @@ def compare(
 
     Raises:
         ModelNotFoundError: there is no such model. All are looked up before the first one is loaded.
-        RequestError: the text cannot be read, or the models cut it into different tokens.
+        RequestError: the text cannot be read, the sections are longer than a model's context, or the models cut the
+            text into different tokens. Nothing is loaded before.
     """
     read_text(text)
     device = resolve_device(device)
     cache_dtype = kv_cache_dtype_of(kv_cache_dtype, dtype, device)
-    paths = [hub.resolve(name) for name in names]
+    paths = {name: hub.resolve(name) for name in names}
+    sections = _sections(paths, text, length, max_tokens)
+    exact = Precision.of(dtype, device).exact
+    reference = _Reference(min(open_checkpoint(path).config.vocab_size for path in paths.values()), len(names) > 1)
     results: list[Result] = []
-    reference: list[tuple[Tensor, Tensor]] = []
-    texts: list[list[int]] = []
-    for name, path in zip(names, paths, strict=True):
+    for name in names:
         progress(name)
-        checkpoint = open_checkpoint(path, Precision.of(dtype, device).exact)
+        checkpoint = open_checkpoint(paths[name], exact)
         size = sum(file.stat().st_size for file in checkpoint.files if file.suffix != ".json")
-        model, tokenizer = load_model(checkpoint, dtype, device, max_model_len=length)
+        model, _ = load_model(checkpoint, dtype, device, max_model_len=length)
         del checkpoint
-        sections = split_sections(read_tokens(text, tokenizer), length, max_tokens)
-        if texts and sections != texts:
-            raise RequestError(f"{name}: expected the tokens that {names[0]} makes of {text}, got others")
-        texts = sections
-        found = log_probabilities(model, texts, cache_dtype, device=device, batch_size=max_num_seqs)
-        figures = list(_evaluate(found, texts, reference))
-        means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
-        results.append(Result(name, size, math.exp(means[0]), means[1], means[2]))
-        del model
+        found = predictions(model, sections, cache_dtype, device=device, batch_size=max_num_seqs)
+        results.append(Result(name, size, *reference.compare(found)))
+        del model, found
+    del reference
     if speed:
+        prompt = sections.ids[0][:SPEED_PROMPT]
         for result in results:
             progress(f"speed of {result.model}")
             options = {"dtype": dtype, "device": device, "kv_cache_dtype": kv_cache_dtype}
-            result.tokens_per_s = _measure_speed(result.model, options, texts[0][:SPEED_PROMPT])
+            result.tokens_per_s = _measure_speed(result.model, options, prompt)
     return results
 
 
@@ -122,8 +123,8 @@ def report(results: list[Result]) -> str:
 
 
 def as_json(results: list[Result]) -> list[dict[str, Any]]:
-    """Return the results as JSON values."""
-    return [asdict(result) for result in results]
+    """Return the results as JSON values, ``None`` for a number that is not finite."""
+    return [finite_json(asdict(result)) for result in results]
 
 
 def plot(results: list[Result], path: Path) -> Path:
@@ -145,23 +146,55 @@ def plot(results: list[Result], path: Path) -> Path:
     return path
 
 
-def _evaluate(
-    found: Iterable[Tensor], texts: list[list[int]], reference: list[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[float, float, float]]:
-    """Yield (loss, agreement, divergence) of each text, from the log-probabilities that a model finds.
+def _sections(paths: dict[str, Path], text: str, length: int, max_tokens: int) -> Sections:
+    """Cut the text into sections, and check that they are the same for all models and fit into their contexts."""
+    found: dict[str, Sections] = {}
+    for name, path in paths.items():
+        checkpoint = open_checkpoint(path)
+        checkpoint.config.check_length(length)
+        found[name] = read_sections(text, read_tokenizer(checkpoint), length, max_tokens)
+    first = next(iter(found))
+    for name, sections in found.items():
+        if sections != found[first]:
+            raise RequestError(f"{name}: expected the tokens that {first} makes of {text}, got others")
+    return found[first]
 
-    ``reference`` has the most likely tokens and the fp16 log-probabilities of the first model for each text. If it is
-    empty, the model is the first one and fills it.
+
+class _Reference:
+    """The first model's log-probabilities, with which those of the others are compared.
+
+    Args:
+        vocab_size: number of tokens that all models have. Models may have more rows for tokens that do not exist; the
+            distributions that are compared are those of the common tokens.
+        is_kept: whether other models follow the first one.
     """
-    is_first = not reference
-    for index, log_probs in enumerate(found):
-        likeliest = log_probs.argmax(-1)
-        if is_first:
-            reference.append((likeliest, log_probs.half()))
-        first_likeliest, first = reference[index][0], reference[index][1].float()
-        agreement = float((likeliest == first_likeliest).float().mean())
-        divergence = float((first.exp() * (first - log_probs)).sum(-1).mean())
-        yield loss(log_probs, texts[index]), agreement, 0.0 if is_first else divergence
+
+    def __init__(self, vocab_size: int, is_kept: bool) -> None:
+        self._vocab_size = vocab_size
+        self._is_kept = is_kept
+        self._parts: list[tuple[Tensor, Tensor]] = []  # likeliest tokens, and fp16 [n, vocab_size]
+        self._is_first = True
+
+    def compare(self, found: Iterable[Iterable[tuple[Tensor, Tensor]]]) -> tuple[float, float, float]:
+        """Return perplexity, agreement and divergence of what a model predicts; the first model is the reference."""
+        losses, agreeing, divergence, count = 0.0, 0, 0.0, 0
+        for index, (tokens, log_probs) in enumerate(chain.from_iterable(found)):
+            losses += loss(log_probs, tokens)
+            count += len(tokens)
+            if log_probs.shape[1] > self._vocab_size:
+                log_probs = log_probs[:, : self._vocab_size].log_softmax(-1)
+            if self._is_first:
+                if self._is_kept:
+                    self._parts.append((log_probs.argmax(-1), log_probs.half()))
+                continue
+            likeliest, rounded = self._parts[index]
+            agreeing += int((log_probs.argmax(-1) == likeliest).sum())
+            first = rounded.float()
+            p = first.exp()
+            divergence += float(torch.where(p > 0, p * (first - log_probs), 0.0).sum())
+        is_first, self._is_first = self._is_first, False
+        agreement = 1.0 if is_first else agreeing / count
+        return exponential(losses / count), agreement, divergence / count
 
 
 def _measure_speed(name: str, options: dict[str, Any], prompt: list[int]) -> float:

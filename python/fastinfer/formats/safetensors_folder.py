@@ -85,6 +85,11 @@ class SafetensorsFolder:
                 raise CheckpointFormatError(f"{folder / shard}: tensor {name!r} is missing, which {INDEX} says is here")
 
     @property
+    def files(self) -> list[Path]:
+        """The files that the tensors are read from; there may be others beside them."""
+        return [self.path / shard for shard in sorted(self._files)]
+
+    @property
     def names(self) -> list[str]:
         """Names of all tensors."""
         return list(self._names)
@@ -183,8 +188,3 @@ class SafetensorsFolder:
 
 def _is_shard_name(name: str) -> bool:
     return name.endswith(".safetensors") and is_text(name) and len(name.encode()) <= MAX_NAME_BYTES
-
-
-def weight_file_bytes(folder: Path) -> int:
-    """Return the size of a folder's safetensors files in bytes."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -115,15 +115,7 @@ def load_model(
     """
     device = resolve_device(device)
     checkpoint = open_checkpoint(source, Precision.of(dtype, device).exact) if isinstance(source, Path) else source
-    if checkpoint.config.is_draft_head:
-        raise RequestError(f"{checkpoint.path}: the model must be a whole one, got a draft head")
-    with one_torch_thread():
-        tokenizer = read_tokenizer(checkpoint)
-    if tokenizer.vocab_size > checkpoint.config.vocab_size:
-        raise CheckpointFormatError(
-            f"{checkpoint.path}: expected an embedding of at least {tokenizer.vocab_size} rows, as many as the "
-            f"tokenizer has tokens, got {checkpoint.config.vocab_size}"
-        )
+    tokenizer = read_tokenizer(checkpoint)
     model = (load or load_weights)(checkpoint, dtype, device, max_model_len)
     tokenizer.pad(model.config.vocab_size)
     return model, tokenizer
@@ -133,11 +125,23 @@ def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Read a checkpoint's tokenizer.
 
     Raises:
-        CheckpointFormatError, GGUFFormatError, UnsupportedModelError: as for :class:`Tokenizer`.
+        CheckpointFormatError, GGUFFormatError, UnsupportedModelError: as for :class:`Tokenizer`, or the tokenizer has
+            more tokens than the model.
+        RequestError: the checkpoint is a draft head.
     """
-    if isinstance(checkpoint, GGUFCheckpoint):
-        return Tokenizer.from_gguf(checkpoint.file)
-    return Tokenizer.from_folder(checkpoint.path)
+    if checkpoint.config.is_draft_head:
+        raise RequestError(f"{checkpoint.path}: the model must be a whole one, got a draft head")
+    with one_torch_thread():
+        if isinstance(checkpoint, GGUFCheckpoint):
+            tokenizer = Tokenizer.from_gguf(checkpoint.file)
+        else:
+            tokenizer = Tokenizer.from_folder(checkpoint.path)
+    if tokenizer.vocab_size > checkpoint.config.vocab_size:
+        raise CheckpointFormatError(
+            f"{checkpoint.path}: expected an embedding of at least {tokenizer.vocab_size} rows, as many as the "
+            f"tokenizer has tokens, got {checkpoint.config.vocab_size}"
+        )
+    return tokenizer
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:

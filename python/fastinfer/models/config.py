@@ -275,6 +275,15 @@ class ModelConfig:
         length = max_model_len or self.max_position
         return length if self.is_draft_head else min(length, self.max_position)
 
+    def check_length(self, length: int) -> None:
+        """Check that a text of ``length`` tokens fits into the longest context.
+
+        Raises:
+            RequestError: it does not.
+        """
+        if length > self.max_position:
+            raise RequestError(f"context: expected at most the model's {self.max_position} positions, got {length}")
+
     @property
     def stream_scale(self) -> float:
         """Number by which the residual stream is smaller than that of the checkpoint's model.

@@ -52,11 +52,6 @@ MLX_FAMILIES = frozenset(
 )
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the files of a folder on which the model may depend: those of its weights and its configuration."""
-    return sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
-
-
 class HFCheckpoint:
     """An open Hugging Face folder.
 
@@ -85,7 +80,7 @@ class HFCheckpoint:
 
     @property
     def files(self) -> list[Path]:
-        return checkpoint_files(self.path)
+        return sorted([*self.tensors.files, *self.path.glob("*.json")])
 
     def weight_bytes(self, device: str) -> int:
         return self.part_bytes(device).total()

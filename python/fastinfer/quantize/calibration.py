@@ -8,7 +8,7 @@ only one layer's original weights are in memory at a time.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ class CalibratedWeight(Weight):
 
     Attributes:
         names: names of the modules whose rows it holds, see :meth:`LayerReader.weight`.
-        values: [out_features, in_features] fp32, the original weight.
+        values: [out_features, in_features] fp32, the original weight until the first product, then what it is worth
+            in products, quantised and times ``factor``.
         bias: [out_features] fp32.
         quantize: function of this weight and its input statistics, or ``None``, that sets ``result`` and perhaps
             ``input_scales``.
@@ -57,7 +58,6 @@ class CalibratedWeight(Weight):
     result: Unpacked | None = None
     input_scales: Tensor | None = None
     error: float = 0.0
-    _effective: Tensor | None = field(default=None, init=False)
 
     @property
     def out_features(self) -> int:  # type: ignore[override]
@@ -65,13 +65,13 @@ class CalibratedWeight(Weight):
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         x = apply_norm(x, options)
-        if self._effective is None:
+        if self.result is None:
             statistics = InputStatistics.of(x)
-            self._effective = self._quantized(statistics)
-            change = self._effective - self.values
-            self.error = _relative_error(statistics.output_error(change), statistics.output_error(self.values))
-            self._effective *= self.factor
-        return ops.gemm(x, self._effective, bias=self.bias, **options)
+            quantized = self._quantized(statistics)
+            norm = statistics.output_error(self.values)
+            self.error = _relative_error(statistics.output_error(quantized - self.values), norm)
+            self.values = quantized.mul_(self.factor)
+        return ops.gemm(x, self.values, bias=self.bias, **options)
 
     def quantize_without_inputs(self) -> None:
         """Quantise the weight by itself."""
@@ -155,7 +155,8 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
         quantize: function that sets the result of a weight, given the statistics of its inputs.
 
     Yields:
-        The quantised weights of each layer, in the order of their computation.
+        The quantised weights of each layer, in the order of their computation, in a list that is emptied before the
+        next layer is read.
     """
     config = checkpoint.config
     batch = Batch.of_texts(texts, BLOCK_SIZE)
@@ -172,8 +173,8 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
     make_inputs = loader.per_layer_inputs()
     inputs = None if make_inputs is None else make_inputs(x, batch.token_ids)
     before = x
+    reader.waiting.clear()
     for index in range(config.num_layers):
-        reader.waiting.clear()
         layer, source = loader.layer(index), config.kv_layer(index)
         attention = layer.attention
         plan = attention.plan(batch) if isinstance(attention, Attention | LatentAttention) else None
@@ -185,7 +186,9 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
         if not layer.shares_input:
             before = x  # the layer's input, which the next one may share
         x = layer(x, batch, cache, plan, None, None if inputs is None else inputs[:, index], before)
-        yield list(reader.waiting)
+        del layer, attention  # whose weights nothing else needs
+        yield reader.waiting
+        reader.waiting.clear()
         checkpoint.release()
 
 
@@ -205,14 +208,18 @@ def convert(checkpoint: Checkpoint, quantize: Quantize) -> Iterator[list[Calibra
         quantize: function that sets the result of a weight; it gets no statistics.
 
     Yields:
-        The quantised weights of each layer.
+        The quantised weights of each layer, as :func:`calibrate` does.
     """
     reader = _CalibratedReader(checkpoint, quantize)
     loader = DecoderLoader(reader, 1)
     for index in range(checkpoint.config.num_layers):
-        reader.waiting.clear()
         loader.layer(index)
-        for weight in reader.waiting:
-            weight.quantize_without_inputs()
-        yield list(reader.waiting)
+        _quantize_without_inputs(reader.waiting)
+        yield reader.waiting
+        reader.waiting.clear()
         checkpoint.release()
+
+
+def _quantize_without_inputs(weights: list[CalibratedWeight]) -> None:
+    for weight in weights:
+        weight.quantize_without_inputs()

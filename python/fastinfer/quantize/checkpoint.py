@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.errors import QuantizationError, RequestError, UnsupportedModelError
 from fastinfer.formats.gguf_shards import open_gguf
-from fastinfer.formats.safetensors_folder import weight_file_bytes
+from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.formats.unpacked import concatenate
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.hf_checkpoint import HFCheckpoint
@@ -61,9 +61,11 @@ def quantize_checkpoint(
     Raises:
         UnsupportedModelError: the model is quantised already or has transposed matrices, or the GGUF file's
             architecture is not among those that can be quantised.
-        RequestError: the method does not fit the sizes of the model, or needs calibration texts; or the folder is not
-            empty.
+        QuantizationError: a weight has numbers that the format cannot hold.
+        RequestError: the method does not fit the sizes of the model, or needs calibration texts; or a text is longer
+            than the model's context; or the folder is not empty or cannot be written.
     """
+    out = out.resolve()  # "." has no name, from which those of other folders are made
     if not source.is_dir():
         check_new_folder("out", out)
         file = open_gguf(source)
@@ -80,6 +82,7 @@ def quantize_checkpoint(
     if method.needs_inputs and not texts:
         raise RequestError(f"{method.name} needs a calibration text")
     method.check(config)
+    config.check_length(max(map(len, texts), default=0))
     report = Report(asdict(method), "outputs" if texts else "weights")
     settings = WriterSettings(
         bits=method.bits,
@@ -89,7 +92,10 @@ def quantize_checkpoint(
     )
 
     def quantize(weight: CalibratedWeight, statistics: InputStatistics | None) -> None:
-        quantize_weight(method, weight, statistics, fold_target(weight.names[0], config) is not None)
+        try:
+            quantize_weight(method, weight, statistics, fold_target(weight.names[0], config) is not None)
+        except QuantizationError as error:
+            raise QuantizationError(f"layer '{', '.join(dict.fromkeys(weight.names))}': {error}") from None
 
     with CheckpointWriter(out, source, FORMATS[method.name], settings) as writer:
         progress(0, config.num_layers)
@@ -101,8 +107,12 @@ def quantize_checkpoint(
             _write_layer(writer, checkpoint, assemble(calibrated, checkpoint))
             progress(index + 1, config.num_layers)
         writer.close(checkpoint.tensors)
-    report.bytes_before, report.bytes_after = (weight_file_bytes(folder) for folder in (source, out))
+    report.bytes_before, report.bytes_after = map(_num_bytes, (checkpoint.tensors, SafetensorsFolder(out)))
     return report
+
+
+def _num_bytes(folder: SafetensorsFolder) -> int:
+    return sum(file.stat().st_size for file in folder.files)
 
 
 def _errors(calibrated: list[CalibratedWeight]) -> dict[str, float]:

@@ -7,6 +7,7 @@ far as the correlations of the inputs allow.
 import torch
 from torch import Tensor
 
+from fastinfer.errors import QuantizationError
 from fastinfer.formats.unpacked import Unpacked
 from fastinfer.quantize.rounding import Grid
 from fastinfer.quantize.statistics import InputStatistics
@@ -35,18 +36,19 @@ def quantize_gptq(
         symmetric: see :meth:`Grid.of`.
         act_order: round the columns with the largest inputs first. The scales are still those of the original groups,
             so that the result needs no permutation.
-        damping: multiple of the Hessian's mean diagonal that is added to its diagonal.
+        damping: multiple of the Hessian's mean diagonal, without the columns whose input is always 0, that is added to
+            its diagonal.
+
+    Raises:
+        QuantizationError: the Hessian has no Cholesky decomposition: its numbers are not finite, or too far apart.
     """
-    # Columns whose input is always 0 cause no error; with this diagonal they are rounded independently.
-    hessian = statistics.hessian.clone()
-    diagonal = hessian.diagonal()
+    # Columns whose input is always 0 cause no error; with any positive diagonal they are rounded independently.
+    diagonal = statistics.hessian.diagonal().clone()
     dead = diagonal == 0
-    diagonal[dead] = 1.0
+    mean = diagonal[~dead].mean() if not bool(dead.all()) else diagonal.new_ones(())
+    diagonal[dead] = mean
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
-    diagonal += damping * diagonal.mean()
-    hessian = hessian[order][:, order]
-    # Row i of the upper factor says how the error in column i is distributed over the columns after it.
-    spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
+    spread = _spread(statistics.hessian, diagonal + damping * mean, order)
 
     grid = Grid.of(values, bits, group_size, symmetric)
     groups = order // group_size
@@ -65,3 +67,23 @@ def quantize_gptq(
                 errors[i - start] = error
         weights[end:].addmm_(spread[start:end, end:].T, errors, alpha=-1)
     return grid.unpacked(q[order.argsort()].T.contiguous())
+
+
+def _spread(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of a Hessian with another diagonal, columns in this order.
+
+    Row i says how the error in column i is distributed over the columns after it. Large layers have Hessians of
+    hundreds of megabytes: the one copy is overwritten step by step, for which LAPACK wants its columns contiguous.
+    """
+    factor = hessian[order[:, None], order].T
+    factor.diagonal().copy_(diagonal[order])
+    try:
+        torch.linalg.cholesky(factor, out=factor)
+        torch.cholesky_inverse(factor, out=factor)
+        torch.linalg.cholesky(factor, out=factor)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        raise QuantizationError(
+            "expected inputs whose correlations have a Cholesky decomposition, got numbers that are not finite or too "
+            "far apart; another calibration text or method may do"
+        ) from None
+    return factor.T

@@ -21,15 +21,12 @@ class WriterSettings:
         symmetric: whether every zero point is the middle level.
         int8_activations: whether the inputs are rounded to int8, too; for int8 weights with one scale per row and
             without zero points.
-        double_quantization: whether scales are rounded to 8 bits (bitsandbytes only), which saves 0.37 bits per weight
-            with groups of 64.
     """
 
     bits: int = 4
     group_size: int = 128
     symmetric: bool = False
     int8_activations: bool = False
-    double_quantization: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size != -1 and (self.group_size <= 0 or self.group_size % KERNEL_GROUP):

@@ -42,7 +42,7 @@ class Levels:
         if weight.permutation is not None:
             raise QuantizationError("expected inputs in the model's order, got a permutation")
         scales = weight.scales.half()
-        inexact = scales.float() != weight.scales.float()
+        inexact = (scales.float() != weight.scales.float()) | scales.isinf()
         if bool(inexact.any()):
             raise QuantizationError(f"expected scales that fp16 holds, got {float(weight.scales[inexact][0])}")
         if isinstance(weight, Int8):

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fastinfer.utils.finite_json import finite_json
 from fastinfer.utils.table import format_table
 
 
@@ -27,7 +28,9 @@ class Report:
     perplexity_after: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the figures as JSON values, ``None`` for a number that is not finite."""
+        values: dict[str, Any] = finite_json(asdict(self))
+        return values
 
     def __str__(self) -> str:
         rows = [["layer", f"relative error of {self.errors_of}"]]

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastinfer.errors import QuantizationError
 from fastinfer.formats.unpacked import Int4, Int8, Lut
 
+FP16_MAX = torch.finfo(torch.float16).max
 # The 16 values of NF4, quantiles of a normal distribution (https://arxiv.org/abs/2305.14314, appendix E).
 NF4_TABLE = torch.tensor(
     [
@@ -59,6 +61,9 @@ class Grid:
             group_size: number of inputs that share a scale; must divide cols.
             symmetric: whether the zero point is the middle level.
             shrink: fraction of the range to keep, a number or [rows, groups]; values beyond it are clipped.
+
+        Raises:
+            QuantizationError: a scale is beyond the range of fp16.
         """
         groups = values.unflatten(1, (-1, group_size))
         levels = 2**bits
@@ -68,6 +73,9 @@ class Grid:
         else:
             low, high = (groups.amin(-1) * shrink).clamp(max=0), (groups.amax(-1) * shrink).clamp(min=0)
             scales = (high - low) / (levels - 1)
+        largest = float(scales.max())
+        if not largest <= FP16_MAX:
+            raise QuantizationError(f"expected weights whose scales fp16 holds, got a scale of {largest:.3g}")
         scales = scales.clamp(min=1e-5 / levels).half().float()  # for a group of zeros any scale will do
         zeros = torch.full_like(scales, levels // 2) if symmetric else (-low / scales).round().clamp(0, levels - 1)
         return cls(scales, zeros, levels)

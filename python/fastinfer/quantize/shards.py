@@ -3,12 +3,11 @@
 import json
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fastinfer.errors import QuantizationError
 from fastinfer.formats.safetensors_folder import INDEX, SINGLE
-from fastinfer.utils.file_mode import share_as_new
+from fastinfer.utils.safetensors_file import write_tensors
 
 
 class ShardWriter:
@@ -61,8 +60,7 @@ class ShardWriter:
 
     def _write(self) -> None:
         path = self._temporary(self._count)
-        save_file(self._pending, path, metadata={"format": "pt"})  # transformers requires this entry
-        share_as_new(path)
+        write_tensors(self._pending, path, {"format": "pt"})  # transformers requires this entry
         self._count += 1
         self._pending, self._pending_bytes = {}, 0
 

@@ -24,7 +24,7 @@ class InputStatistics:
     def of(cls, x: Tensor) -> "InputStatistics":
         """Compute the statistics of inputs [tokens, in_features] fp32."""
         magnitudes = x.abs()
-        return cls(x.T @ x / len(x), magnitudes.mean(0), magnitudes.amax(0))
+        return cls((x.T @ x).div_(len(x)), magnitudes.mean(0), magnitudes.amax(0))
 
     def output_error(self, change: Tensor) -> float:
         """Return the mean squared error of the output, summed over its features.
@@ -36,4 +36,5 @@ class InputStatistics:
 
     def scaled(self, scales: Tensor) -> "InputStatistics":
         """Return the statistics of the inputs divided by ``scales`` [in_features]."""
-        return InputStatistics(self.hessian / scales / scales[:, None], self.mean_abs / scales, self.max_abs / scales)
+        hessian = (self.hessian / scales).div_(scales[:, None])
+        return InputStatistics(hessian, self.mean_abs / scales, self.max_abs / scales)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fastinfer.errors import QuantizationError
 from fastinfer.formats.unpacked import Grouped, Unpacked
 from fastinfer.quantize.awq import search_clipping, search_scales
 from fastinfer.quantize.calibration import CalibratedWeight
@@ -26,8 +27,14 @@ def quantize_weight(
         statistics: statistics of its inputs; ``None`` for a method that needs none, or for an expert that no token
             of the calibration text has chosen, which is rounded to nearest.
         can_fold: whether the module before it can absorb a factor per input.
+
+    Raises:
+        QuantizationError: the weight or its inputs have numbers that are not finite, or scales that fp16 cannot hold.
     """
     values = weight.values
+    for what, numbers in (("weights", values), ("inputs", None if statistics is None else statistics.max_abs)):
+        if numbers is not None and not bool((finite := numbers.isfinite()).all()):
+            raise QuantizationError(f"expected finite {what}, got {float(numbers[~finite][0])}")
     if statistics is None or not method.needs_inputs:
         weight.result = round_rows(values) if method.name == "w8a8" else _rounded(method, values)
         return

@@ -44,7 +44,8 @@ class CheckpointWriter:
     """Context manager that writes a folder with a quantised checkpoint.
 
     The files go to a temporary folder beside ``out``, which :meth:`close` renames, so that ``out`` is either complete
-    or missing. Leaving the context without :meth:`close` removes the temporary folder.
+    or missing. If ``out`` is there, the files are moved into it, config.json last. Leaving the context without
+    :meth:`close` removes the temporary folder.
 
     Args:
         out: folder to write, new or empty.
@@ -128,7 +129,7 @@ class CheckpointWriter:
         self._shards.add(name, stored)
 
     def close(self, rest: SafetensorsFolder | None = None) -> None:
-        """Finish the folder and rename it to ``out``.
+        """Finish the folder and move it to ``out``.
 
         Args:
             rest: checkpoint from which all tensors are copied that have not been added or quantised.
@@ -145,7 +146,11 @@ class CheckpointWriter:
                 copy = self._folder / path.relative_to(self._source.path)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        self._folder.replace(self._out)
+        if not self._out.exists():
+            self._folder.rename(self._out)
+            return
+        for path in sorted(self._folder.iterdir(), key=lambda path: path.name == "config.json"):
+            shutil.move(path, self._out)  # which may be another file system
 
     def _discard(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

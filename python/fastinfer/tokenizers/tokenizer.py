@@ -28,6 +28,7 @@ class Tokenizer:
     Attributes:
         vocab_size: number of token ids.
         max_token_length: length in characters of the longest token's spelling, at least 1.
+        prefix: ids of the tokens that :meth:`encode` adds before a text, often ``bos_id``.
         bos_id, bos_token: token that begins a text, and its spelling; None and "" if the file names none.
         eos_ids: all tokens that end an answer.
         control_ids: ids of the tokens that are not text, such as ``<|im_end|>``.
@@ -43,6 +44,7 @@ class Tokenizer:
         self.vocab_size = self._num_ids = len(vocabulary.tokens)
         self.max_token_length = max(1, *(len(token) for token in vocabulary.tokens if token))
         self.control_ids = vocabulary.control
+        self.prefix = vocabulary.prefix
         self.bos_id = vocabulary.bos_id
         self.bos_token = self._spelling(vocabulary.bos_id)
         self.eos_ids = vocabulary.eos_ids

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fastinfer.quantize.compressed_tensors_layout import CompressedTensorsLayout
 from fastinfer.quantize.layout import WriterSettings
 from fastinfer.quantize.rounding import round_to_nearest
 from fastinfer.train_head.head import HeadSizes
-from fastinfer.utils.file_mode import share_as_new
+from fastinfer.utils.safetensors_file import write_tensors
 
 # A draft takes the time to read the head's weights: of 16 bits it would be twice as long.
 BITS, GROUP_SIZE = 4, 32
@@ -55,9 +54,7 @@ def write_head(out: Path, weights: dict[str, Tensor], draft_tokens: Tensor, desc
         packed = layout.tensors(round_to_nearest(values.float(), BITS, GROUP_SIZE, False))
         tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}
     out.mkdir(parents=True, exist_ok=True)
-    path = out / "model.safetensors"
-    save_file({name: values.contiguous() for name, values in tensors.items()}, path)
-    share_as_new(path)
+    write_tensors({name: values.contiguous() for name, values in tensors.items()}, out / "model.safetensors")
     text = json.dumps(_config(description) | {"quantization_config": layout.config(["embed_tokens"])}, indent=2)
     (out / "config.json").write_text(text + "\n")
 
