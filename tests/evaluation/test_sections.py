@@ -91,7 +91,7 @@ def test_no_token_depends_on_where_the_text_is_cut(
     """Some cuts are within an indentation, whose tokens then are others."""
     monkeypatch.setattr(text_file, "CHARS_PER_TOKEN", 1)
     tokenizer = Tokenizer.from_folder(save(tmp_path / "model", make()))  # type: ignore[operator]
-    (tmp_path / "text.txt").write_text("def f(x):\n    return x**2\n" * 60)
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x**2\n" * 120)
     file = str(tmp_path / "text.txt")
     [whole] = read_sections(file, tokenizer, 401, 401).ids
     for length in range(4, 400, 3):
