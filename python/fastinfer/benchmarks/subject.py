@@ -43,7 +43,7 @@ class Subject:
         name: str,
         dtype: str = "auto",
         *,
-        device: str = "cpu",
+        device: str = "auto",
         kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
     ) -> "Subject":
