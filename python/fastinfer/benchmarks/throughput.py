@@ -15,7 +15,6 @@ from fastinfer.benchmarks.progress import Progress, show_progress
 from fastinfer.benchmarks.replay import longest_sequence
 from fastinfer.benchmarks.report import Goal, goal_rows, print_plot, write_json
 from fastinfer.benchmarks.subject import Subject
-from fastinfer.errors import RequestError
 from fastinfer.utils.table import format_table
 
 MAX_NUM_SEQS = 8  # of the mixed trace
@@ -27,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
         structured.check_installed()  # checked first, because the other sections take long
     loading = {name: value for name, value in args.engine_options.items() if name != "max_num_seqs"}
     subject = Subject.load(args.model, **loading)
-    _check_context(subject, args)
+    for name in args.only:
+        subject.check_context(LONGEST[name](subject, args), f"the section {name}")
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "module", "out")}
     settings["device"] = subject.device
     path = None if args.out is None else Path(args.out) / "throughput.json"
@@ -47,19 +47,6 @@ def run(args: argparse.Namespace) -> int:
         if "batch" in results:
             print_plot(lambda: results["batch"].plot(path.with_suffix(".png"), args.model))
     return 0
-
-
-def _check_context(subject: Subject, args: argparse.Namespace) -> None:
-    """Check that the longest sequences of all sections fit, before one of them is measured.
-
-    Raises:
-        RequestError: the context is too short.
-    """
-    limit = subject.context or subject.model.config.max_position
-    for name in args.only:
-        longest = LONGEST[name](subject, args)
-        if longest > limit:
-            raise RequestError(f"--context must be at least {longest} for the section {name}, got {limit}")
 
 
 def _policies(subject: Subject, args: argparse.Namespace, progress: Progress) -> policies.Policies:
