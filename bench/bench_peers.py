@@ -133,6 +133,8 @@ def measure(
     samples: Samples = {name: {key: [] for key in workloads} for name in comparison.peers}
     longest = 0.0
     for number in range(rounds):
+        if not comparison.peers:
+            break
         start = time.perf_counter()
         if number > 0 and start + longest > end:
             print(f"stopped after {number} of {rounds} rounds because of --limit-s")

@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastinfer import LLM, SamplingParams, hub
@@ -18,7 +19,7 @@ from fastinfer.engine.rank_worker import RankWorker
 CASES = ("one process", "one in flight", "all stages")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=hub.DEFAULT_MODEL)
     parser.add_argument("--stages", type=int, default=2)
@@ -27,8 +28,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32, help="tokens that each sequence generates")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="file for the seconds of all rounds")
-    args = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="file for the seconds of all rounds")
+    args = parser.parse_args(argv)
     set_num_threads(args.stages)  # which the ranks share
     limits: dict[str, Any] = {
         "device": "cpu",
@@ -53,7 +54,8 @@ def main() -> None:
                     samples[work][case].append(taken)
     report(samples)
     if args.json:
-        write_json(args.json, {"options": vars(args), "seconds": samples})
+        options = {name: value for name, value in vars(args).items() if name != "json"}
+        print(write_json(args.json, {"options": options, "seconds": samples}))
 
 
 def seconds(llm: LLM, num_prompts: int, prompt_tokens: int, max_tokens: int) -> float:

@@ -172,7 +172,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     _C.set_num_threads(args.threads)
-    subject = Subject.load(args.model)
+    subject = Subject.load(args.model, device="cpu")
     measures = {"time": measure_time, "quality": measure_quality}
     results = {name: measure(args, subject) for name, measure in measures.items() if args.only in (None, name)}
     print(report(results))

@@ -2,7 +2,10 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_peers
@@ -65,6 +68,27 @@ def test_an_engine_that_fails_is_named_and_the_others_go_on(fails_at: int, capsy
     assert list(samples) == ["fastinfer"]
     assert all(len(answers) == 3 for answers in samples["fastinfer"].values())
     assert "skipped: llama.cpp: out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("peers", [{}, {"fastinfer": 1}, {"fastinfer": len(SMALL_WORKLOADS) + 2}])
+def test_without_an_engine_nothing_is_measured(
+    peers: dict[str, int | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None has started, or the only one fails in its warm-up or in a round."""
+
+    @contextmanager
+    def start_engines(*_: Any) -> Iterator[Comparison]:
+        calls: list[Any] = []
+        yield Comparison({name: FakePeer(name, calls, fails_at) for name, fails_at in peers.items()}, {})  # type: ignore[misc]
+
+    monkeypatch.setattr(bench_peers, "start_engines", start_engines)
+    monkeypatch.setattr(bench_peers.hub, "resolve", lambda name: name)
+    monkeypatch.setattr(bench_peers, "GGUFFile", lambda path: None)
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: TEXT)
+    monkeypatch.setattr(bench_peers.Tokenizer, "from_gguf", lambda file: tokenizer)
+    assert bench_peers.main(["--rehearse", "--out", str(tmp_path / "peers.json")]) == 1
+    assert capsys.readouterr().err == "no engine could be measured\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_round_begins_after_the_limit_but_the_first(capsys: pytest.CaptureFixture[str]) -> None:

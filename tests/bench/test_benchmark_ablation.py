@@ -19,7 +19,7 @@ from support.toy_subject import toy_subject
 from torch import Tensor
 
 from fastinfer.benchmarks import ablation
-from fastinfer.benchmarks.ablation_row import Measured, Settings, make_jobs, measure
+from fastinfer.benchmarks.ablation_row import Measured, Settings, check, make_jobs, measure
 from fastinfer.benchmarks.ablation_rows import ROWS, Row
 from fastinfer.benchmarks.process_memory import peak_memory, reset_peak_memory
 from fastinfer.benchmarks.prompts import SYSTEM
@@ -48,6 +48,7 @@ SETTINGS = Settings(
     attended_tokens=128,
 )
 NEED_LAYERS = ("head", "sparse")  # which the toy model does not have
+NOTHING = Measured(1.0, 0, 35, [], [], 0, 1, 0, 0, 0, 0)
 SHARED = [(5 * i) % VOCAB_SIZE for i in range(40)]
 
 
@@ -60,7 +61,7 @@ def toy_jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def subject(model_path: Path) -> Subject:
-    return Subject.load(str(model_path), "auto")
+    return Subject.load(str(model_path), "auto", device="cpu")
 
 
 def test_the_program_knows_the_rows() -> None:
@@ -110,6 +111,8 @@ def test_gain_is_of_each_repeat() -> None:
 
     results = {"none": [run(10, 1), run(10, 2), run(10, 1)], "kv": [run(30, 1), run(30, 2), run(50, 1)]}
     assert ablation.gain(ROWS[1], ROWS[:2], results) == 3.0
+    results["none"].append(run(20, 1))  # a repeat that failed before the other row
+    assert ablation.gain(ROWS[1], ROWS[:2], results) == 3.0
 
 
 def test_gain_is_relative_to_the_baseline() -> None:
@@ -133,7 +136,7 @@ def test_rows_that_need_layers(row: Row, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Subject, "make_engine", remember)
     write_tiny_folder(tmp_path / "model", sizes={"num_hidden_layers": 4})
     head = write_speculators(tmp_path / "head", random_head(), eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    tiny = Subject.load(str(tmp_path / "model"), "float32")
+    tiny = Subject.load(str(tmp_path / "model"), "float32", device="cpu")
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     measured = measure(tiny, row, replace(SETTINGS, draft_head=str(head)), [Job([7, 8, 9], params)] * 3)
     ablation.check_complete(row, measured)
@@ -201,6 +204,21 @@ def test_repack_refuses_other_files(subject: Subject) -> None:
         repack(repack(first, "float32"), "int8")
 
 
+def test_rows_are_checked_before_they_are_measured(subject: Subject, tmp_path: Path) -> None:
+    rows = {row.key: row for row in ROWS}
+    for key in ("none", "kv", "int8", "int4", "sparse"):
+        check(subject, rows[key], SETTINGS)
+    with pytest.raises(RequestError, match=r"--context must be at least \d+ for the row kv, got 40"):
+        check(replace(subject, context=40), rows["kv"], SETTINGS)
+    write_tiny_folder(tmp_path / "model")
+    with pytest.raises(RequestError, match="--draft-head: expected a draft head, got the model"):
+        check(subject, rows["head"], replace(SETTINGS, draft_head=str(tmp_path / "model")))
+    assert isinstance(subject.model, Decoder)
+    first = replace(subject.model, layers=subject.model.layers[:1])
+    with pytest.raises(UnsupportedModelError, match=r"expected weights of 4 bits, got \[8\]"):
+        check(replace(subject, model=repack(first, "int8")), rows["prefix"], SETTINGS)
+
+
 MB = 1 << 20
 
 
@@ -254,6 +272,47 @@ def test_peak_memory_of_a_row_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch
     assert peak_with_large_step(0) < 64 * MB
 
 
+@pytest.fixture
+def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ablation, "_check_in_process", lambda rows, settings: settings.loading.get("device", "cuda:0"))
+
+
+@pytest.mark.usefixtures("no_checks")
+def test_a_row_that_fails_does_not_lose_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    order: list[str] = []
+
+    def run(row: Row, settings: Settings) -> Measured:
+        order.append(row.key)
+        if len(order) == 5:
+            raise RequestError("the row failed")
+        return Measured(1.0, 10, 10, [0.5], [0.1, 0.2], 50_000_000, 90_000_000, 1, 0, 0, 0)
+
+    monkeypatch.setattr(ablation, "_measure_in_process", run)
+    assert main(["bench", "ablation", "--rows=none,kv,int8", "--repeats=3", "--out", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.endswith("fastinfer: error: the row failed\n")
+    assert [line.split()[0] for line in captured.out.splitlines()[1:4]] == ["none", "KV", "+"]
+    written = json.loads((tmp_path / "ablation.json").read_text())
+    assert [len(row["runs"]) for row in written["rows"].values()] == [2, 1, 1]
+    assert written["settings"]["loading"] == {"device": "cuda:0"}
+
+
+@pytest.mark.usefixtures("no_checks")
+def test_without_any_row_there_is_no_table(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(ablation, "_measure_in_process", lambda row, settings: ablation.check_complete(row, NOTHING))
+    assert main(["bench", "ablation", "--rows=kv"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_more_drafts_than_an_engine_takes_are_refused(capsys: Captured) -> None:
+    for benchmark in ("ablation", "throughput"):
+        assert main(["bench", benchmark, "--speculative-tokens=16", "--model=missing.gguf"]) == 2
+        assert "--speculative-tokens: expected an integer in 1..15, got '16'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_checks")
 def test_ablation_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     pytest.importorskip("matplotlib")
     order = []
@@ -287,6 +346,7 @@ def test_ablation_in_its_processes(model_path: Path, capsys: Captured) -> None:
     assert re.fullmatch(r"\+ INT4 weights +[\d.]+ +1\.00( +[\d.]+){5}", lines[1])
 
 
+@pytest.mark.usefixtures("no_checks")
 def test_options_reach_the_processes_of_an_ablation(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     seen = []
@@ -308,5 +368,5 @@ def test_a_failed_process_is_one_line(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
     assert main(["bench", "ablation", "--rows=kv", "--model", str(tmp_path / "damaged.gguf")]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert line.startswith("fastinfer: error: KV cache: ")
+    assert line.startswith("fastinfer: error: ablation: ")
     assert "damaged.gguf" in line

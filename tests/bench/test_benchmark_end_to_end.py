@@ -3,15 +3,18 @@
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.fake_clock import FakeClock
 from support.fake_llm import FakeLLM
 
 from fastinfer.benchmarks import end_to_end, report
 from fastinfer.benchmarks.process_memory import peak_memory
 from fastinfer.cli.main import main
 from fastinfer.errors import RequestError
+from fastinfer.outputs import RequestOutput
 
 Captured = pytest.CaptureFixture[str]
 
@@ -33,15 +36,15 @@ def test_percentile_of_one_sample() -> None:
 
 def test_result_from_samples() -> None:
     single = [
-        end_to_end.Single(first_token_s=0.5, inter_token_s=[0.1, 0.1]),
-        end_to_end.Single(first_token_s=0.25, inter_token_s=[0.2, 0.3]),
-        end_to_end.Single(first_token_s=1.0, inter_token_s=[0.05, 0.05]),
+        end_to_end.Single(first_token_s=0.5, gaps_s=[0.1, 0.1], num_decoded=2),
+        end_to_end.Single(first_token_s=0.25, gaps_s=[0.2, 0.3], num_decoded=2),
+        end_to_end.Single(first_token_s=1.0, gaps_s=[0.05, 0.05], num_decoded=2),
     ]
     result = end_to_end.Result.of(100, single, batch_s=[2.0, 4.0, 1.0], batch_tokens=48)
     assert result.first_token_s == 0.5
     assert result.prompt_tokens_per_s == 200
     assert math.isclose(result.decode_tokens_per_s, 10)
-    assert result.inter_token_s == {50: 0.1, 95: 0.3, 99: 0.3}
+    assert result.gap_s == {50: 0.1, 95: 0.3, 99: 0.3}
     assert result.throughput_tokens_per_s == 24
 
 
@@ -51,7 +54,7 @@ def test_measure_asks_for_what_it_says() -> None:
     assert [result.prompt_tokens for result in results] == [5, 9]
     for result in results:
         assert len(result.single) == len(result.batch_s) == 2
-        assert all(len(run.inter_token_s) == 3 for run in result.single)
+        assert all(len(run.gaps_s) == run.num_decoded == 3 for run in result.single)
     methods = [method for method, _, _ in llm.asked]
     assert methods == (["stream_outputs"] * 3 + ["generate"] * 2) * 2
     prompts = [
@@ -65,8 +68,42 @@ def test_measure_asks_for_what_it_says() -> None:
 
 
 def test_measure_refuses_missing_tokens() -> None:
-    with pytest.raises(RequestError, match=r"--new-tokens 5 after 2 prompt tokens: got 4"):
+    with pytest.raises(RequestError, match=r"expected 5 new tokens after 2 prompt tokens, got 4"):
         end_to_end.measure(FourTokens("model"), [2], 5, 1, 1, progress=False)  # type: ignore[arg-type]
+
+
+def test_an_output_may_have_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with speculation: 4 tokens, of which the last 3 come together 2 s after the first one."""
+    clock = FakeClock()
+
+    class Speculative(FourTokens):
+        def _run(self, prompt_token_ids: list[int]) -> Iterator[RequestOutput]:
+            first, _, _, last = super()._run(prompt_token_ids)
+            clock.sleep(1)
+            yield first
+            clock.sleep(2)
+            yield last
+
+    monkeypatch.setattr(end_to_end, "time", clock)
+    [result] = end_to_end.measure(Speculative("model"), [5], 4, 1, 1, progress=False)  # type: ignore[arg-type]
+    assert (result.first_token_s, result.decode_tokens_per_s) == (1.0, 1.5)
+    assert result.gap_s == {50: 2.0, 95: 2.0, 99: 2.0}
+    assert result.throughput_tokens_per_s == 4 / 3
+
+
+def test_a_context_that_is_too_short_is_told_before_anything_is_measured() -> None:
+    llm = FourTokens("model", max_model_len=12)
+    with pytest.raises(RequestError, match=r"--context must be at least 13 for these requests, got 12"):
+        end_to_end.measure(llm, [3, 9], 4, 1, 1, progress=False)  # type: ignore[arg-type]
+    assert llm.asked == []
+
+
+def test_every_benchmark_has_new_prompts() -> None:
+    """A folder of keys and values may have those of an earlier one."""
+    llms = [FourTokens("model") for _ in range(2)]
+    for llm in llms:
+        end_to_end.measure(llm, [20], 4, 1, 1, progress=False)  # type: ignore[arg-type]
+    assert llms[0].asked[0][1] != llms[1].asked[0][1]
 
 
 @pytest.mark.parametrize("matplotlib", [True, False])
@@ -95,6 +132,7 @@ def test_bench_writes_its_files(
 
     written = json.loads((out / "end_to_end.json").read_text())
     assert written["settings"]["prompt_tokens"] == [3, 7]
+    assert written["settings"]["devices"] == ["auto"]  # the engine's; the benchmark chooses none
     assert written["machine"]["cpu"]["name"]
     assert written["date"].endswith("+00:00")
     assert peak_before <= written["peak_memory"] <= peak_memory()
@@ -114,5 +152,5 @@ def test_bench_on_the_real_model(model_path: Path, tmp_path: Path) -> None:
     sizes = ["--prompt-tokens=8", "--new-tokens=4", "--requests=2", "--repeats=1"]
     assert main(["bench", "--model", str(model_path), *sizes, "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "end_to_end.json").read_text())["results"][0]
-    assert len(result["single"][0]["inter_token_s"]) == 3
+    assert len(result["single"][0]["gaps_s"]) == 3
     assert result["throughput_tokens_per_s"] > 0

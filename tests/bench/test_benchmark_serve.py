@@ -25,10 +25,10 @@ def chunk(text: str | None, num_tokens: int | None = None) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def recording(*reads: bytes, status: int = 200) -> Recording:
+def recording(*reads: bytes) -> Recording:
     """An answer whose reads arrive at 11, 12, ... after a request at 10 s."""
     times = [(11.0 + index, data) for index, data in enumerate(reads)]
-    return Recording(10.0, times, status, 11.0 + len(reads))
+    return Recording(10.0, times, 11.0 + len(reads))
 
 
 def test_counts_at_the_end() -> None:
@@ -54,22 +54,39 @@ def test_chunks_may_be_cut_anywhere() -> None:
 def test_one_token_has_no_pace() -> None:
     answer = ServedAnswer.parse(recording(chunk("a"), chunk(None, 1) + DONE))
     assert (answer.gaps_s, answer.per_token_s) == ([], None)
+    answer = ServedAnswer.parse(recording(chunk("a"), chunk("b"), chunk(None, 1) + DONE))
+    assert (answer.gaps_s, answer.per_token_s) == ([1.0], None)
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "message"),
+    ("answer", "message"),
     [
-        (recording(b'{"error": {"message": "too long"}}', status=400), RequestError, "400: too long"),
-        (recording(b"busy", status=503), ServerError, "503: busy"),
-        (recording(chunk("a"), chunk(None, 1)), ServerError, r"without \[DONE\]"),
-        (recording(chunk("a"), DONE), ServerError, "expected the token counts"),
-        (recording(chunk(""), chunk(None, 0), DONE), ServerError, "expected text"),
-        (recording(b'data: {"error": {"message": "it broke"}}\n\n', DONE), ServerError, "it broke"),
+        (recording(chunk("a"), chunk(None, 1)), r"without \[DONE\]"),
+        (recording(chunk("a"), DONE), "expected the token counts"),
+        (recording(chunk(""), chunk(None, 0), DONE), "expected text"),
+        (recording(b'data: {"error": {"message": "it broke"}}\n\n', DONE), "it broke"),
     ],
 )
-def test_answers_that_cannot_be_measured(answer: Recording, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_answers_that_cannot_be_measured(answer: Recording, message: str) -> None:
+    with pytest.raises(ServerError, match=message):
         ServedAnswer.parse(answer)
+
+
+@pytest.mark.parametrize(
+    ("usage", "name"),
+    [
+        ({"prompt_tokens": 7, "completion_tokens": 0}, "completion_tokens"),
+        ({"prompt_tokens": 7}, "completion_tokens"),
+        ({"prompt_tokens": None, "completion_tokens": 4}, "prompt_tokens"),
+        ({"prompt_tokens": 7, "completion_tokens": "4"}, "completion_tokens"),
+        ({"prompt_tokens": True, "completion_tokens": 4}, "prompt_tokens"),
+        ([1], "prompt_tokens"),
+    ],
+)
+def test_counts_that_are_none(usage: object, name: str) -> None:
+    counts = b"data: %b\n\n" % json.dumps({"choices": [], "usage": usage}).encode()
+    with pytest.raises(ServerError, match=f"expected the server's usage to have {name} of at least 1, got "):
+        ServedAnswer.parse(recording(chunk("a"), counts, DONE))
 
 
 def test_bodies_differ_from_the_first_words_on() -> None:
@@ -132,6 +149,28 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(level["tokens_per_s"]) == 2 for level in result["levels"])
     assert result["settings"]["ignore_eos"] is False
     assert (tmp_path / "serve.png").stat().st_size > 1000
+
+
+def test_a_failed_answer_ends_the_other_streams_and_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two repeats the first is whole; in the second the first answer of the second level fails."""
+    num_before = 1 + (1 + 2) + (50 + 100) + 50  # ignore_eos, warm-ups, the first repeat, one stream of the second
+
+    class Failing(FakeOpenAIServer):
+        async def _stream(self, request: dict[str, Any], reader: Any, writer: Any) -> None:
+            self.status = 503 if len(self.requests) == num_before else 200
+            await super()._stream(request, reader, writer)
+
+    options = ["--streams", "1,2", "--requests", "50", "--repeats", "2", "--new-tokens", "4", "--out", str(tmp_path)]
+    with Failing() as server:
+        assert main(["bench", "serve", "--url", server.url, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.endswith("fastinfer: error: the server answered 503: no\n")
+    assert len(server.requests) < num_before + 100
+    assert [line.split()[0] for line in captured.out.splitlines()[2:4]] == ["1", "2"]
+    result = json.loads((tmp_path / "serve.json").read_text())
+    assert [(level["streams"], level["answers"]) for level in result["levels"]] == [(1, 100), (2, 100)]
 
 
 def test_answers_that_end_early_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import jsonschema
@@ -25,6 +26,7 @@ from fastinfer.benchmarks import (
     structured,
     throughput,
 )
+from fastinfer.benchmarks import subject as subject_module
 from fastinfer.benchmarks.replay import Job, Timeline, replay
 from fastinfer.benchmarks.schemas import SCHEMAS
 from fastinfer.benchmarks.subject import Subject
@@ -40,7 +42,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def subject(model_path: Path) -> Subject:
-    return Subject.load(str(model_path), "auto")
+    return Subject.load(str(model_path), "auto", device="cpu")
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 def test_the_program_knows_the_sections() -> None:
-    assert tuple(throughput.SECTIONS) == THROUGHPUT_SECTIONS
+    assert tuple(throughput.SECTIONS) == tuple(throughput.LONGEST) == THROUGHPUT_SECTIONS
 
 
 def test_median_ratio_is_of_pairs() -> None:
@@ -279,6 +281,7 @@ def test_throughput_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:5]] == ["batch", "requests", "1", "2"]
     written = json.loads((tmp_path / "new/throughput.json").read_text())
     assert written["settings"]["batch_sizes"] == [1, 2]
+    assert written["settings"]["device"] == "cpu"
     assert written["machine"]["cpu"]["name"]
     assert [size["batch_size"] for size in written["results"]["batch"]["sizes"]] == [1, 2]
     assert (tmp_path / "new/throughput.png").stat().st_size > 1000
@@ -298,6 +301,7 @@ def test_options_reach_every_engine(monkeypatch: pytest.MonkeyPatch, capsys: Cap
 
     monkeypatch.setattr(throughput.Subject, "load", load)
     monkeypatch.setattr(policies, "measure", measure)
+    monkeypatch.setitem(throughput.LONGEST, "policies", lambda subject, args: 90)
     options = "--device=cpu --dtype=float32 --kv-cache-dtype=int8 --context=90 --max-num-seqs=3"
     sizes = ["--batch-sizes=1,2", "--prompt-tokens=4", "--new-tokens=4", "--repeats=1", "--requests=3"]
     assert main(["bench", "throughput", *sizes, "--only=batch,policies", *options.split()]) == 2
@@ -309,6 +313,47 @@ def test_options_reach_every_engine(monkeypatch: pytest.MonkeyPatch, capsys: Cap
 def test_a_context_that_is_too_short() -> None:
     with pytest.raises(RequestError, match=r"--context must be at least 41 for these requests, got 40"):
         dataclasses.replace(toy_subject(), context=40).make_engine(max_num_seqs=1, max_model_len=41)
+
+
+def test_a_context_that_is_too_short_for_a_later_section(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """The toy has 96 positions. Nothing is measured before the error."""
+    toy = toy_subject()
+    monkeypatch.setattr(throughput.Subject, "load", lambda name: toy)
+    sizes = ["--batch-sizes=1", "--prompt-tokens=4", "--new-tokens=4", "--repeats=1"]
+    assert main(["bench", "throughput", *sizes, "--only=batch,prefix"]) == 2
+    assert "error: --context must be at least 1017 for the section prefix, got 96\n" in capsys.readouterr().err
+    assert toy.engines == []
+
+
+def test_sections_know_their_longest_sequences(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(Exception):
+        pass
+
+    made: list[int] = []
+
+    def make_engine(self: Subject, *, max_model_len: int, **options: object) -> None:
+        made.append(max_model_len)
+        raise Made
+
+    monkeypatch.setattr(Subject, "make_engine", make_engine)
+    sizes = {"prompt_tokens": 30, "new_tokens": 7, "batch_sizes": [1], "requests": 9, "rate": None, "repeats": 1}
+    args = Namespace(**sizes, engine_options={}, speculative_tokens=3, json_requests=20)
+    for name, measure in throughput.SECTIONS.items():
+        with pytest.raises(Made):
+            measure(subject, args, lambda text: None)
+        assert made.pop() == throughput.LONGEST[name](subject, args)
+
+
+def test_loading_leaves_the_device_to_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def resolve(name: str) -> str:
+        raise Asked(name)
+
+    monkeypatch.setattr(subject_module, "resolve_device", resolve)
+    with pytest.raises(Asked, match=r"^auto$"):
+        Subject.load("model")
 
 
 def test_throughput_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

@@ -32,6 +32,8 @@ COSTS: dict[str, Any] = {
     },
 }
 
+DEFAULTS = {"enable_prefix_caching": True, "separates_roles": False}
+
 
 @pytest.fixture
 def costs(tmp_path: Path) -> Path:
@@ -75,7 +77,14 @@ def test_json(costs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     trace.write_text('{"arrival_s": 3, "prompt_tokens": 1, "output_tokens": 2}\n')
     [line] = output(capsys, str(costs), "--trace", str(trace), "--json", "--price", "3600").splitlines()
     result = json.loads(line)
-    assert result["costs"] == COSTS | {"engine": COSTS["engine"] | {"enable_prefix_caching": True}}
+    assert result["costs"] == COSTS | {"engine": COSTS["engine"] | DEFAULTS}
+    assert {name: result[name] for name in ("routing", "beta", "rate", "seed", "price")} == {
+        "routing": "prefix-affinity",
+        "beta": 1.0,
+        "rate": None,
+        "seed": None,
+        "price": 3600.0,
+    }
     step = 6e-3 + 2e-5
     assert result["ttft_s"]["p99"] == pytest.approx(step + 5e-8)
     assert result["tpot_s"]["mean"] == pytest.approx(step + 2 * 5e-8)
@@ -86,7 +95,14 @@ def test_options_replace_the_limits_of_the_file(costs: Path, capsys: pytest.Capt
     options = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-kv-blocks", "90", "--no-prefix-caching")
     result = json.loads(output(capsys, str(costs), "--requests", "5", "--json", *options))
     changes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": [90], "enable_prefix_caching": False}
-    assert result["costs"]["engine"] == COSTS["engine"] | changes
+    assert result["costs"]["engine"] == COSTS["engine"] | DEFAULTS | changes
+
+
+def test_json_says_how_the_trace_was_made(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--requests", "2", "--rate", "4", "--routing", "round-robin", "--json")
+    result = json.loads(output(capsys, str(costs), *options))
+    assert (result["rate"], result["seed"], result["beta"], result["price"]) == (4.0, 0, None, None)
+    assert json.loads(output(capsys, str(costs), *options, "--seed", "7"))["seed"] == 7
 
 
 def test_prefixes_are_found(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +122,9 @@ def test_prefixes_are_found(costs: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("{costs} --prefixes 3", "--prefixes and --prefix-tokens: expected both or neither"),
         ("{costs} --prompt-tokens 9:3", "--prompt-tokens: expected N, LOW:HIGH"),
         ("{costs} --prompt-tokens 2048", "max_model_len=2048 tokens together, got 2048 and"),
+        ("{costs} --seed -1", "--seed: expected an integer of at least 0, got '-1'"),
+        ("{costs} --output-tokens 1:9:4:11", "--output-tokens: expected N, LOW:HIGH"),
+        ("{costs} --price 1e308", "--price must be a number in"),
         ("{costs} --beta -1", "--beta must be a number in"),
         ("{costs} --routing round-robin --beta 3", "--beta: expected --routing prefix-affinity with it, got"),
         ("{costs} --num-kv-blocks 3", "num_blocks must be at least [64]"),
@@ -128,9 +147,13 @@ def test_mistakes(arguments: str, message: str, costs: Path, capsys: pytest.Capt
     [
         ({"source": "guessed"}, "source: expected measured or assumed, got 'guessed'"),
         ({"seconds": None}, "seconds is missing"),
-        ({"seconds__prompt_token": -1.0}, "seconds.prompt_token: expected 0.0 to inf, got -1.0"),
+        ({"seconds__prompt_token": -1.0}, "seconds.prompt_token: expected 0.0 to 1000000.0, got -1.0"),
+        ({"seconds__prompt_context": 1e308}, "seconds.prompt_context: expected 0.0 to 1000000.0, got 1e+308"),
+        ({"seconds__decode_tokens": 1.0}, "seconds: expected step, decode_sequence, "),
+        ({"engine__enable_prefix_cache": False}, "engine: expected max_num_seqs, "),
+        ({"engines": {}}, "costs.json: expected date, machine, fit, source, model, seconds, engine, got 'engines'"),
         ({"seconds__prompt_token": "x"}, "seconds.prompt_token: expected float"),
-        ({"seconds__step": 0, "seconds__decode_sequence": 0}, "seconds: expected steps that take time, got some"),
+        ({"seconds__step": 1e-300, "seconds__decode_sequence": 0}, "steps of at least 1e-06 s, got some of 1e-300 s"),
         ({"engine__block_size": 0}, "engine.block_size: expected 1 to"),
         ({"engine__num_blocks": []}, "engine.num_blocks: expected a list of integers, got an empty one"),
         ({"engine__num_blocks": ["x"]}, "engine.num_blocks must be an integer in"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fastinfer.errors import FastinferError
-from fastinfer.ray_serve.options import OF_RAY, parse_options
+from fastinfer.ray_serve.options import OF_RAY, num_gpus, parse_options
 
 
 def test_options_are_those_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +52,26 @@ def test_options_without_a_value() -> None:
 def test_wrong_options(args: dict[str, Any], message: str) -> None:
     with pytest.raises(FastinferError, match=message):
         parse_options(args)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({}, 0),
+        ({"device": "auto"}, 0),
+        ({"device": "cpu", "tensor_parallel_size": 2}, 0),
+        ({"device": "cuda"}, 1),
+        ({"device": "cuda:0"}, 1),
+        ({"device": "cuda:2"}, 3),
+        ({"device": "cuda+cpu"}, 1),
+        ({"device": "cuda:0=24,cuda:1=8"}, 2),
+        ({"device": "cpu,cuda:1+cuda:3"}, 4),
+        ({"device": "cuda", "tensor_parallel_size": 4}, 4),
+        ({"device": "cuda:1", "tensor_parallel_size": 2}, 3),
+    ],
+)
+def test_gpus_of_a_replica(args: dict[str, Any], expected: int) -> None:
+    assert num_gpus(parse_options(args).engine_options) == expected
 
 
 def test_options_of_ray_exist() -> None:

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from fastinfer.engine.scheduler import LOOKAHEAD
 from fastinfer.errors import RequestError
 from fastinfer.simulation.cost_file import CostFile, EngineLimits
 from fastinfer.simulation.fleet import Simulation, simulate
 from fastinfer.simulation.generator import Lengths, generate_trace
+from fastinfer.simulation.replica import Record, Replica
 from fastinfer.simulation.routing import ROUTINGS, RoundRobin, make_routing
 from fastinfer.simulation.step_cost import StepCost
 from fastinfer.simulation.summary import Summary
@@ -81,6 +83,21 @@ def test_a_prefix_is_computed_once() -> None:
         assert record.first_token_s == pytest.approx(times[0], rel=1e-12)
     assert simulation.replicas[0].block_manager.num_hit_tokens == 20
     assert run(trace, costs(caches=False)).replicas[0].block_manager.num_hit_tokens == 0
+
+
+def test_a_prefix_is_not_found_in_generated_text() -> None:
+    """The first prompt is all prefix, so what follows its 16 tokens is generated, and not the rest of the prefix."""
+    trace = [TraceRequest(0.0, 16, 30, "a", 16), TraceRequest(900.0, 50, 3, "a", 40)]
+    assert run(trace, costs()).replicas[0].block_manager.num_hit_tokens == 16
+
+
+def test_a_queued_request_has_no_tokens_yet() -> None:
+    """The scheduler looks at some that wait; the memory of the others would grow with the queue."""
+    replica = Replica(costs(), lambda: 0.0)
+    for number in range(1000):
+        replica.add(Record(TraceRequest(0.0, 5, 3), 0), number, [])
+    replica.begin_step()
+    assert len(replica.scheduler.waiting) + len(replica.scheduler.running) == LOOKAHEAD
 
 
 def test_requests_that_arrive_together_share_the_first_step() -> None:

@@ -1,5 +1,6 @@
 """Trace files and generated traces."""
 
+import random
 import statistics
 from pathlib import Path
 
@@ -91,11 +92,16 @@ def test_without_a_rate_all_arrive_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "0", "3:2", "1.5", "1:2:3", "1:9:20:1", "1:9:4:-1", "1:9:4:inf", "nan", "1e99"]
+    "text", ["", "x", "0", "3:2", "1.5", "1:2:3", "1:9:20:1", "1:9:4:-1", "1:9:4:10.1", "1:9:4:inf", "nan", "1e99"]
 )
 def test_lengths_that_are_none(text: str) -> None:
     with pytest.raises(RequestError, match="expected N, LOW:HIGH or LOW:HIGH:MEDIAN:SIGMA"):
         Lengths.parse(text)
+
+
+def test_the_largest_sigma_can_be_drawn() -> None:
+    lengths, rng = Lengths.parse("1:9:4:10"), random.Random(0)
+    assert {lengths.draw(rng) for _ in range(1000)} == set(range(1, 10))
 
 
 def test_lengths_are_parsed() -> None:

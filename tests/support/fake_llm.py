@@ -23,6 +23,10 @@ class FakeLLM:
     def __init__(self, model: str, *, dtype: str = "auto", **options: Any) -> None:
         self.model, self.dtype, self.options = model, dtype, options
         self.tokenizer = SimpleNamespace(chat_template=self.chat_template)
+        self.engine = SimpleNamespace(
+            max_model_len=options.get("max_model_len", 2048),
+            config=SimpleNamespace(devices=frozenset([options.get("device", "auto")])),
+        )
         self.asked: list[tuple[str, Any, SamplingParams]] = []  # method, prompt or messages, parameters
         self.asked_adapters: list[str | None] = []
         self.adapters: dict[str, Path] = {}  # the loaded ones

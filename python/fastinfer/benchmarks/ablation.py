@@ -6,8 +6,9 @@ shows these kernels without the optimisations, not a naive implementation.
 
 Workload: requests that arrive together and share a system prompt; every second answer copies much of its prompt; output
 lengths are mixed and equal in all rows. Rows with long prompts have another workload, see
-:func:`fastinfer.benchmarks.ablation_row.make_jobs`, and are compared among each other. Each run of a row is a new
-process, which loads the model, warms up, clears the prefix cache and measures; rows take turns. Rows without a KV cache
+:func:`fastinfer.benchmarks.ablation_row.make_jobs`, and are compared among each other. A first process checks all rows.
+Each run of a row is then a new process, which loads the model, warms up, clears the prefix cache and measures; rows
+take turns. If one fails, the others are reported as far as they have been measured. Rows without a KV cache
 stop at a time limit. Their tokens/s then refer to texts shorter than the final ones, which makes these rows look faster
 than they are.
 """
@@ -17,8 +18,9 @@ import json
 import statistics
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from fastinfer.benchmarks.ablation_row import Measured, Settings
 from fastinfer.benchmarks.ablation_rows import ROWS, Row
@@ -51,11 +53,23 @@ def run(args: argparse.Namespace) -> int:
     )
     rows = [row for row in ROWS if row.key in args.rows]
     results: Results = {row.key: [] for row in rows}
-    with show_progress("ablation") as progress:
-        for repeat in range(args.repeats):
-            for row in rows:
-                progress(f"{row.title}, {repeat + 1} of {args.repeats}")
-                results[row.key].append(_measure_in_process(row, settings))
+    try:
+        with show_progress("ablation") as progress:
+            progress("checks")
+            settings = replace(settings, loading=options | {"device": _check_in_process(rows, settings)})
+            for repeat in range(args.repeats):
+                for row in rows:
+                    progress(f"{row.title}, {repeat + 1} of {args.repeats}")
+                    results[row.key].append(_measure_in_process(row, settings))
+    finally:
+        measured = [row for row in rows if results[row.key]]
+        if measured:
+            _report(args, settings, measured, results)
+    return 0
+
+
+def _report(args: argparse.Namespace, settings: Settings, rows: Sequence[Row], results: Results) -> None:
+    """Print the table of the rows that were measured, and write the files if ``--out`` is given."""
     print(format_table(_table_rows(rows, results)))
     for row in rows:
         print(f"{row.title}: {row.meaning}{_notes(results[row.key])}")
@@ -65,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
         measured = {"settings": asdict(settings) | {"repeats": args.repeats}, "rows": described}
         print(write_json(out / "ablation.json", measured))
         print_plot(lambda: _plot(out / "ablation.png", args.model, rows, results))
-    return 0
 
 
 def tokens_per_s(runs: Sequence[Measured]) -> list[float]:
@@ -74,8 +87,10 @@ def tokens_per_s(runs: Sequence[Measured]) -> list[float]:
 
 
 def gain(row: Row, rows: Sequence[Row], results: Results) -> float:
-    """Return the ratio of a row's tokens/s to its baseline's, as the median over the repeats."""
-    return median_ratio(tokens_per_s(results[row.key]), tokens_per_s(results[baseline(row, rows).key]))
+    """Return the ratio of a row's tokens/s to its baseline's, as the median over the repeats that both have."""
+    speeds, others = tokens_per_s(results[row.key]), tokens_per_s(results[baseline(row, rows).key])
+    count = min(len(speeds), len(others))
+    return median_ratio(speeds[:count], others[:count])
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row:
@@ -98,16 +113,29 @@ def check_complete(row: Row, run: Measured) -> None:
         raise RequestError(f"{row.title}: expected {run.num_requested} tokens, got {run.num_tokens}")
 
 
+def _check_in_process(rows: Sequence[Row], settings: Settings) -> str:
+    """Check that all rows can be measured, and return the device of the model."""
+    device: str = _run_process("ablation", {"rows": [row.key for row in rows]}, settings)["device"]
+    return device
+
+
 def _measure_in_process(row: Row, settings: Settings) -> Measured:
-    message = json.dumps({"row": row.key, "settings": asdict(settings)})
-    command = [*python_module("fastinfer.benchmarks.ablation_row"), message]
-    process = subprocess.run(command, capture_output=True, text=True)
-    if process.returncode:
-        lines = process.stderr.strip().splitlines() or [f"its process ended with the code {process.returncode}"]
-        raise FastinferError(f"{row.title}: {lines[-1]}")
-    measured = Measured(**json.loads(process.stdout))
+    measured = Measured(**_run_process(row.title, {"row": row.key}, settings))
     check_complete(row, measured)
     return measured
+
+
+def _run_process(title: str, message: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """Send a message to a process of :mod:`fastinfer.benchmarks.ablation_row`, and return its answer."""
+    text = json.dumps({**message, "settings": asdict(settings)})
+    process = subprocess.run(
+        [*python_module("fastinfer.benchmarks.ablation_row"), text], capture_output=True, text=True
+    )
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or [f"its process ended with the code {process.returncode}"]
+        raise FastinferError(f"{title}: {lines[-1]}")
+    answer: dict[str, Any] = json.loads(process.stdout)
+    return answer
 
 
 def _table_rows(rows: Sequence[Row], results: Results) -> list[list[str]]:

@@ -1,6 +1,7 @@
 """Measurement of one row of the ablation, in its own process so that its peak memory can be measured.
 
-``python -m fastinfer.benchmarks.ablation_row SETTINGS`` takes JSON and prints the result as JSON.
+``python -m fastinfer.benchmarks.ablation_row MESSAGE`` takes JSON and prints the result as JSON. A message with ``row``
+asks for a measurement, one with ``rows`` for their checks.
 """
 
 import json
@@ -15,14 +16,15 @@ from fastinfer.benchmarks.batching import Static
 from fastinfer.benchmarks.no_kv_cache import replay_without_kv_cache
 from fastinfer.benchmarks.process_memory import peak_memory, reset_peak_memory
 from fastinfer.benchmarks.prompts import COPY_HEAVY, OTHERS, SYSTEM
-from fastinfer.benchmarks.repack import repack, weight_bytes
-from fastinfer.benchmarks.replay import Job, Replay, replay
+from fastinfer.benchmarks.repack import check_form, repack, weight_bytes
+from fastinfer.benchmarks.replay import Job, Replay, longest_sequence, replay
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.prompt_layout import Piece, PromptLayout
 from fastinfer.errors import FastinferError, RequestError
 from fastinfer.models import load_weights, open_checkpoint
+from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.sampling_params import SamplingParams
@@ -130,16 +132,12 @@ def long_prompt(own: list[int], document: list[int], message: list[int], are_mod
 
 def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> Measured:
     """Warm up and measure a row. The subject's weights have the form of the row already."""
-    new_tokens = [job.params.max_tokens or 0 for job in jobs]
-    longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
+    longest = longest_sequence(jobs)
     batch_size = 1 if row.batching is None else settings.batch_size
     if row.draft_head:
-        assert settings.draft_head is not None
         dtype = settings.loading.get("dtype", "auto")
-        checkpoint = open_checkpoint(hub.resolve(settings.draft_head), Precision.of(dtype, subject.device).exact)
-        if not checkpoint.config.is_draft_head:
-            raise RequestError(f"--draft-head: expected a draft head, got the model {settings.draft_head}")
-        subject = replace(subject, draft_model=load_weights(checkpoint, dtype, subject.device, longest))
+        head = load_weights(_open_draft_head(subject, settings), dtype, subject.device, longest)
+        subject = replace(subject, draft_model=head)
     engine = subject.make_engine(
         max_model_len=longest,
         max_num_seqs=batch_size,
@@ -157,7 +155,7 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
     return Measured(
         seconds=run.seconds,
         num_tokens=run.num_tokens,
-        num_requested=sum(new_tokens),
+        num_requested=sum(job.params.max_tokens or 0 for job in jobs),
         first_token_s=[timeline.first_token_s for timeline in run.timelines if timeline.moments],
         gaps_s=run.gaps_s,
         weight_bytes=weight_bytes(decoder) if isinstance(decoder, Decoder) else 0,
@@ -167,6 +165,29 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
         num_drafted=after.num_drafted_tokens - before.num_drafted_tokens,
         num_accepted=after.num_accepted_tokens - before.num_accepted_tokens,
     )
+
+
+def check(subject: Subject, row: Row, settings: Settings) -> None:
+    """Check that a row can be measured, as far as that is known before.
+
+    Raises:
+        FastinferError: the model cannot have the row's form of weights, the context is too short, or the draft head is
+            none.
+    """
+    assert isinstance(subject.model, Decoder)
+    check_form(subject.model, row.weights)
+    subject.check_context(longest_sequence(make_jobs(subject, row, settings)), f"the row {row.key}")
+    if row.draft_head:
+        _open_draft_head(subject, settings)
+
+
+def _open_draft_head(subject: Subject, settings: Settings) -> Checkpoint:
+    assert settings.draft_head is not None
+    exact = Precision.of(settings.loading.get("dtype", "auto"), subject.device).exact
+    checkpoint = open_checkpoint(hub.resolve(settings.draft_head), exact)
+    if not checkpoint.config.is_draft_head:
+        raise RequestError(f"--draft-head: expected a draft head, got the model {settings.draft_head}")
+    return checkpoint
 
 
 def _warm_up(jobs: list[Job]) -> list[Job]:
@@ -186,21 +207,30 @@ def _num_after_end(token_ids: list[int], eos_ids: frozenset[int]) -> int:
     return len(token_ids) - ends[0] - 1 if ends else 0
 
 
-def main(message: dict[str, Any]) -> Measured:
-    """Load the model and measure the row that ``message`` names."""
+def main(message: dict[str, Any]) -> dict[str, Any]:
+    """Load the model, and measure the row or check the rows that ``message`` names.
+
+    Returns:
+        The fields of :class:`Measured`, or the device that the model is on.
+    """
     settings = Settings(**message["settings"])
-    row = next(row for row in ROWS if row.key == message["row"])
+    rows = {row.key: row for row in ROWS}
     if settings.threads is not None:
         set_num_threads(settings.threads)
     loaded = Subject.load(settings.model, **settings.loading)
     assert isinstance(loaded.model, Decoder)
+    if "rows" in message:
+        for key in message["rows"]:
+            check(loaded, rows[key], settings)
+        return {"device": loaded.device}
+    row = rows[message["row"]]
     subject = replace(loaded, model=repack(loaded.model, row.weights))
     del loaded  # frees the original weights, which do not count as the row's memory
-    return measure(subject, row, settings, make_jobs(subject, row, settings))
+    return asdict(measure(subject, row, settings, make_jobs(subject, row, settings)))
 
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(asdict(main(json.loads(sys.argv[1])))))
+        print(json.dumps(main(json.loads(sys.argv[1]))))
     except FastinferError as error:
         sys.exit(str(error))

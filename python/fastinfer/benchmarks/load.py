@@ -14,9 +14,10 @@ from typing import Any
 
 from fastinfer.benchmarks.prompts import COPY_HEAVY, OTHERS, SYSTEM
 from fastinfer.benchmarks.served_answer import Recording, ServedAnswer
-from fastinfer.client.answers import REQUEST_STATUS
+from fastinfer.client.answers import check_status
 from fastinfer.client.connection import Connection
 from fastinfer.client.endpoint import Endpoint
+from fastinfer.errors import RequestError
 
 # Common ones, most of them one token each.
 WORDS = sorted({word for text in (*COPY_HEAVY, *OTHERS, SYSTEM) for word in re.findall(r"\b[a-z]+\b", text)})
@@ -97,9 +98,12 @@ def knows_ignore_eos(endpoint: Endpoint, model: str, *, is_chat: bool) -> bool:
     """
     for ignore_eos in (True, False):
         requests = Requests(model, 1, 2, ignore_eos=ignore_eos, is_chat=is_chat)
-        [recording] = asyncio.run(_drive(endpoint, requests.path, [[requests.next_body()]]))
-        if recording.status not in REQUEST_STATUS:
+        try:
+            [recording] = asyncio.run(_drive(endpoint, requests.path, [[requests.next_body()]]))
             break
+        except RequestError:
+            if not ignore_eos:
+                raise
     ServedAnswer.parse(recording)
     return ignore_eos
 
@@ -108,7 +112,7 @@ def run_streams(endpoint: Endpoint, requests: Requests, num_streams: int, num_re
     """Run streams at once, each of which sends ``num_requests`` requests one after the other.
 
     Raises:
-        FastinferError: a request failed.
+        FastinferError: a request failed; the other streams have been closed.
     """
     queues = [[requests.next_body() for _ in range(num_requests)] for _ in range(num_streams)]
     cpu_before = time.process_time()
@@ -138,10 +142,9 @@ async def _stream(endpoint: Endpoint, path: str, connection: Connection, bodies:
             def record(data: bytes, reads: list[tuple[float, bytes]] = reads) -> None:
                 reads.append((time.perf_counter(), data))
 
-            recording.status = await connection.request("POST", path, body, record)
+            status = await connection.request("POST", path, body, record)
             recording.end_s = time.perf_counter()
-            if recording.status != 200:
-                break
+            check_status(status, b"".join(data for _, data in reads))
     finally:
         connection.close()
     return recordings

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastinfer.benchmarks import batching
 from fastinfer.benchmarks.progress import Progress, silent
-from fastinfer.benchmarks.replay import Job, Replay, replay
+from fastinfer.benchmarks.replay import Job, Replay, longest_sequence, replay
 from fastinfer.benchmarks.report import PERCENTILES, Goal, median_ratio, percentile
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.sampling_params import SamplingParams
@@ -102,9 +102,11 @@ def measure(
     subject: Subject, jobs: list[Job], rate: float | None, max_num_seqs: int, repeats: int, progress: Progress = silent
 ) -> Policies:
     """Measure each policy on the jobs, which arrive at ``rate`` per second."""
-    new_tokens = [job.params.max_tokens or 0 for job in jobs]
-    longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
-    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": longest, "enable_prefix_caching": False}
+    options: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": longest_sequence(jobs),
+        "enable_prefix_caching": False,
+    }
     engine = subject.make_engine(**options)
     policies = batching.policies(max_num_seqs, engine.config.max_num_batched_tokens)
     replays: dict[str, list[Replay]] = {name: [] for name in policies}
@@ -117,7 +119,7 @@ def measure(
     return Policies(
         num_requests=len(jobs),
         num_prompt_tokens=sum(len(job.prompt_token_ids) for job in jobs),
-        num_new_tokens=sum(new_tokens),
+        num_new_tokens=sum(job.params.max_tokens or 0 for job in jobs),
         rate=rate,
         max_num_seqs=max_num_seqs,
         policies=[Policy.of(name, runs) for name, runs in replays.items()],

@@ -18,6 +18,7 @@ from fastinfer.engine.engine import Engine
 from fastinfer.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 1500
+NEW_TOKENS = 2  # of the long prompt; its sequence is the longest
 STREAMS = 4
 STREAM_PROMPT_TOKENS = 32
 SETTLED = 16  # number of tokens that each stream has generated when the prompt arrives
@@ -86,7 +87,7 @@ def measure(
     engine = subject.make_engine(
         max_num_seqs=streams + 1,
         max_num_batched_tokens=chunk_tokens,
-        max_model_len=max(prompt_tokens + 2, stream_prompt + stream_tokens),
+        max_model_len=max(prompt_tokens + NEW_TOKENS, stream_prompt + stream_tokens),
         enable_prefix_caching=False,
     )
     rng = random.Random(0)
@@ -94,9 +95,8 @@ def measure(
     samples = []
     for repeat in range(1 + repeats):
         progress("beside streams" if repeat else "warm-up")
-        long_job = Job(
-            subject.random_prompt(rng, prompt_tokens), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        )
+        long_params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        long_job = Job(subject.random_prompt(rng, prompt_tokens), long_params)
         jobs = [Job(subject.random_prompt(rng, stream_prompt), params) for _ in range(streams)]
         sample = (*_measure_alone(engine, long_job), *_measure_beside_streams(engine, long_job, jobs, settled))
         if repeat:

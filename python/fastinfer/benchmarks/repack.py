@@ -29,12 +29,8 @@ def repack(decoder: Decoder, form: str) -> Decoder:
     Raises:
         UnsupportedModelError: some weights of the layers are not quantised, or for ``"int4"`` not to 4 bits.
     """
-    bits = {weight.bits for layer in decoder.layers for weight in _quantized(layer)}
+    check_form(decoder, form)
     if form == "int4":
-        if bits != {4}:
-            raise UnsupportedModelError(
-                f"the form int4 is the file's own: expected weights of 4 bits, got {sorted(bits)}"
-            )
         return decoder
     embedding = _converted(decoder.embedding, form)
     return dataclasses.replace(
@@ -43,6 +39,13 @@ def repack(decoder: Decoder, form: str) -> Decoder:
         layers=tuple(_converted_layer(layer, form) for layer in decoder.layers),
         lm_head=embedding if decoder.lm_head is decoder.embedding else _converted(decoder.lm_head, form),
     )
+
+
+def check_form(decoder: Decoder, form: str) -> None:
+    """Check that a decoder can have a form; the arguments and the errors are those of :func:`repack`."""
+    bits = {weight.bits for layer in decoder.layers for weight in _quantized(layer)}
+    if form == "int4" and bits != {4}:
+        raise UnsupportedModelError(f"the form int4 is the file's own: expected weights of 4 bits, got {sorted(bits)}")
 
 
 def weight_bytes(decoder: Decoder) -> int:

@@ -33,6 +33,11 @@ class Job:
     layout: PromptLayout | None = None
 
 
+def longest_sequence(jobs: Iterable[Job]) -> int:
+    """Return the number of tokens of the longest sequence, prompt and new tokens."""
+    return max(len(job.prompt_token_ids) + (job.params.max_tokens or 0) for job in jobs)
+
+
 @dataclass
 class Timeline:
     """Arrival times of a job's tokens.

@@ -2,7 +2,8 @@
 
 Method: prompts of random words are answered greedily with a fixed number of tokens, where the server can be told to
 ignore the end of sequence. A level is a number of streams at once; each stream sends a request as soon as its
-last one is answered. Each level has a warm-up; then the levels take turns. Tokens are counted by the server.
+last one is answered. Each level has a warm-up; then the levels take turns. Tokens are counted by the server. If an
+answer fails, the runs before it are reported.
 """
 
 import argparse
@@ -80,8 +81,19 @@ def run(args: argparse.Namespace) -> int:
     is_chat = not args.completions
     ignore_eos = knows_ignore_eos(endpoint, model, is_chat=is_chat)
     requests = Requests(model, args.prompt_words, args.new_tokens, ignore_eos=ignore_eos, is_chat=is_chat)
-    with show_progress("serve") as progress:
-        levels = measure(endpoint, requests, args.streams, args.new_tokens, args.requests, args.repeats, progress)
+    runs: dict[int, list[Run]] = {count: [] for count in args.streams}
+    try:
+        with show_progress("serve") as progress:
+            measure(endpoint, requests, runs, args.requests, args.repeats, progress)
+    finally:
+        levels = [Level.of(count, args.new_tokens, done) for count, done in runs.items() if done]
+        if levels:
+            _report(args, model, ignore_eos, levels)
+    return 0
+
+
+def _report(args: argparse.Namespace, model: str, ignore_eos: bool, levels: list[Level]) -> None:
+    """Print the table, and write the files if ``--out`` is given."""
     print(f"{model} at {args.url}: {levels[0].prompt_tokens:.0f} prompt tokens, {args.new_tokens} new tokens")
     print(format_table(_rows(levels)))
     num_short, num_answers = sum(level.short_answers for level in levels), sum(level.answers for level in levels)
@@ -93,31 +105,35 @@ def run(args: argparse.Namespace) -> int:
         out = Path(args.out)
         print(write_json(out / "serve.json", {"settings": settings, "levels": [asdict(level) for level in levels]}))
         print_plot(lambda: _plot(out / "serve.png", f"{model}, {args.new_tokens} new tokens", levels))
-    return 0
 
 
 def measure(
     endpoint: Endpoint,
     requests: Requests,
-    streams: Sequence[int],
-    new_tokens: int,
+    runs: dict[int, list[Run]],
     requests_per_stream: int,
     repeats: int,
     progress: Progress = silent,
-) -> list[Level]:
+) -> None:
     """Measure each number of streams. The module's docstring describes the method.
+
+    Args:
+        endpoint: the server.
+        requests: source of the requests.
+        runs: the numbers of streams, and the runs so far, to which those of this call are added.
+        requests_per_stream: number of requests that each stream sends.
+        repeats: number of runs with each number of streams.
+        progress: function that is called before each run.
 
     Raises:
         FastinferError: a request failed.
     """
-    runs: dict[int, list[Run]] = {count: [] for count in streams}
     for repeat in range(1 + repeats):
         for count in runs:
             progress(f"{count} streams{'' if repeat else ': warm-up'}")
             result = run_streams(endpoint, requests, count, requests_per_stream if repeat else 1)
             if repeat:
                 runs[count].append(result)
-    return [Level.of(count, new_tokens, results) for count, results in runs.items()]
 
 
 def _percentiles(samples: list[float]) -> dict[int, float]:

@@ -4,27 +4,26 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastinfer.client.answers import DONE, check_status, parse_chunk
+from fastinfer.client.answers import DONE, parse_chunk
 from fastinfer.client.events import EventParser
 from fastinfer.errors import ServerError
+from fastinfer.utils.checks import show
 
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 
 @dataclass
 class Recording:
-    """A request as the load generator sees it; it is parsed after the run, so that parsing delays no other stream.
+    """An answer as the load generator sees it; it is parsed after the run, so that parsing delays no other stream.
 
     Attributes:
         sent_s: time when the request was sent.
         reads: time and bytes of each read of the answer's body.
-        status: status of the answer.
         end_s: time when the answer was complete.
     """
 
     sent_s: float
     reads: list[tuple[float, bytes]] = field(default_factory=list)
-    status: int = 0
     end_s: float = 0.0
 
 
@@ -48,12 +47,10 @@ class ServedAnswer:
         """Parse a recording.
 
         Raises:
-            RequestError: the server refused the request.
             ServerError: the answer is an error, is not complete, has no text, or does not say how many tokens it has.
         """
-        check_status(recording.status, b"".join(data for _, data in recording.reads))
         events, is_done = EventParser(), False
-        usage: dict[str, Any] = {}
+        usage: object = None
         moments: list[float] = []
         for moment, data in recording.reads:
             has_text = False
@@ -72,7 +69,7 @@ class ServedAnswer:
             raise ServerError("expected the token counts that stream_options.include_usage asks for, got none")
         if not moments:
             raise ServerError("expected text, got an empty answer")
-        return cls(recording.sent_s, moments, usage["prompt_tokens"], usage["completion_tokens"])
+        return cls(recording.sent_s, moments, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
 
     @property
     def first_token_s(self) -> float:
@@ -86,8 +83,18 @@ class ServedAnswer:
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean seconds per token after the first; ``None`` if the whole answer came at once."""
-        return (self.moments[-1] - self.moments[0]) / (self.new_tokens - 1) if len(self.moments) > 1 else None
+        """Mean seconds per token after the first; ``None`` if there is one alone, or the whole answer came at once."""
+        if self.new_tokens == 1 or len(self.moments) == 1:
+            return None
+        return (self.moments[-1] - self.moments[0]) / (self.new_tokens - 1)
+
+
+def _count(usage: object, name: str) -> int:
+    """Return a number of tokens that the server states, which has read and written some."""
+    count = usage.get(name) if isinstance(usage, dict) else None
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ServerError(f"expected the server's usage to have {name} of at least 1, got {show(usage)}")
+    return count
 
 
 def _has_text(chunk: dict[str, Any]) -> bool:

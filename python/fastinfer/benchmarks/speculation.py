@@ -5,6 +5,7 @@ answer is decoded alone, and all answers of a kind together; with and without sp
 For single answers the time to the first token is left out.
 """
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 from fastinfer.benchmarks.progress import Progress, silent
 from fastinfer.benchmarks.prompts import COPY_HEAVY, OTHERS
-from fastinfer.benchmarks.replay import Job, replay
+from fastinfer.benchmarks.replay import Job, longest_sequence, replay
 from fastinfer.benchmarks.report import Goal, median_ratio
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.engine.engine import Engine
@@ -93,24 +94,31 @@ def measure(
         new_tokens: largest number of generated tokens.
         prompts_of: token ids of the prompts by kind; by default those of :data:`KINDS`.
     """
-    if prompts_of is None:
-        prompts_of = {kind: [subject.chat_prompt(message) for message in texts] for kind, texts in KINDS.items()}
-    params = SamplingParams(temperature=0, max_tokens=new_tokens)
+    jobs_of = make_jobs(subject, new_tokens, prompts_of)
     options: dict[str, Any] = {
-        "max_num_seqs": max(map(len, prompts_of.values())),
-        "max_model_len": max(len(prompt) for prompts in prompts_of.values() for prompt in prompts) + new_tokens,
+        "max_num_seqs": max(map(len, jobs_of.values())),
+        "max_model_len": longest_sequence(itertools.chain(*jobs_of.values())),
         "enable_prefix_caching": False,
     }
     plain = subject.make_engine(**options)
     speculative = subject.make_engine(num_speculative_tokens=num_speculative_tokens, **options)
     alone, at_once = [], []
-    for kind, prompts in prompts_of.items():
-        jobs = [Job(prompt, params) for prompt in prompts]
+    for kind, jobs in jobs_of.items():
         for index, job in enumerate(jobs):
             name = f"prompt {index + 1} alone"
             alone.append(_compare(plain, speculative, kind, name, [job], repeats, progress))
         at_once.append(_compare(plain, speculative, kind, f"{len(jobs)} at once", jobs, repeats, progress))
     return Speculation(num_speculative_tokens, alone, at_once)
+
+
+def make_jobs(
+    subject: Subject, new_tokens: int = NEW_TOKENS, prompts_of: dict[str, Sequence[list[int]]] | None = None
+) -> dict[str, list[Job]]:
+    """Create the requests by kind; the arguments are those of :func:`measure`."""
+    if prompts_of is None:
+        prompts_of = {kind: [subject.chat_prompt(message) for message in texts] for kind, texts in KINDS.items()}
+    params = SamplingParams(temperature=0, max_tokens=new_tokens)
+    return {kind: [Job(prompt, params) for prompt in prompts] for kind, prompts in prompts_of.items()}
 
 
 def _compare(

@@ -92,6 +92,7 @@ def limits_of(engine: Engine) -> EngineLimits:
         num_blocks=tuple(pool.num_blocks for pool in manager.pools),
         windows=tuple(pool.window for pool in manager.pools),
         enable_prefix_caching=config.enable_prefix_caching,
+        separates_roles=engine.scheduler.separates_roles,
     )
 
 

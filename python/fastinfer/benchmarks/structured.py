@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fastinfer.benchmarks.progress import Progress, silent
-from fastinfer.benchmarks.replay import Job, Replay, Timeline, replay
+from fastinfer.benchmarks.replay import Job, Replay, Timeline, longest_sequence, replay
 from fastinfer.benchmarks.report import Goal, median_ratio
 from fastinfer.benchmarks.schemas import SCHEMAS
 from fastinfer.benchmarks.subject import Subject
@@ -95,8 +95,8 @@ def measure(
     string_tokens: int = STRING_TOKENS,
 ) -> Structured:
     """Measure both workloads and validate the answers."""
-    answers = _answer_jobs(subject, num_requests)
-    longest = max(len(job.prompt_token_ids) for job in answers) + max(MAX_TOKENS, string_tokens)
+    answers = answer_jobs(subject, num_requests)
+    longest = longest_sequence(answers) + max(string_tokens - MAX_TOKENS, 0)
     engine = subject.make_engine(max_num_seqs=streams, max_model_len=longest, enable_prefix_caching=False)
     costs = []
     for count in sorted({1, streams}):
@@ -140,7 +140,7 @@ def find_invalid(timelines: Sequence[Timeline], texts: Sequence[str]) -> list[st
     return invalid
 
 
-def _answer_jobs(subject: Subject, num_requests: int) -> list[Job]:
+def answer_jobs(subject: Subject, num_requests: int) -> list[Job]:
     """Create requests that cycle through the schemas, with seeds that make their answers differ."""
     jobs = []
     for index in range(num_requests):

@@ -43,7 +43,7 @@ class Subject:
         name: str,
         dtype: str = "auto",
         *,
-        device: str = "cpu",
+        device: str = "auto",
         kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
     ) -> "Subject":
@@ -56,6 +56,16 @@ class Subject:
         model, tokenizer = load_model(hub.resolve(name), dtype, device, max_model_len)
         return cls(model, tokenizer, cache_dtype, device, max_model_len)
 
+    def check_context(self, longest: int, whose: str) -> None:
+        """Check that a sequence of ``longest`` tokens fits into the context of the engines.
+
+        Raises:
+            RequestError: the context is shorter; the message says ``whose`` sequence it is.
+        """
+        limit = self.context or self.model.config.max_position
+        if longest > limit:
+            raise RequestError(f"--context must be at least {longest} for {whose}, got {limit}")
+
     def make_engine(self, *, max_num_seqs: int, max_model_len: int, **options: Any) -> Engine:
         """Create an engine whose cache holds ``max_num_seqs`` of the longest sequences, so that none waits for memory.
 
@@ -64,10 +74,8 @@ class Subject:
         Raises:
             RequestError: the context is shorter than the longest sequence.
         """
-        if self.context is not None:
-            if self.context < max_model_len:
-                raise RequestError(f"--context must be at least {max_model_len} for these requests, got {self.context}")
-            max_model_len = self.context
+        self.check_context(max_model_len, "these requests")
+        max_model_len = self.context or max_model_len
         # One more block each, because the scheduler reserves a spare one for every running sequence.
         num_blocks = max_num_seqs * (num_blocks_for(max_model_len, EngineConfig.block_size) + 1)
         config = EngineConfig(

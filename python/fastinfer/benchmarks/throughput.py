@@ -4,6 +4,7 @@ Each section is a module, which measures its alternatives in turns, after a warm
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from fastinfer.benchmarks import batch_sizes, policies, prefix_reuse, prompt_arrival, speculation, structured
 from fastinfer.benchmarks.progress import Progress, show_progress
+from fastinfer.benchmarks.replay import longest_sequence
 from fastinfer.benchmarks.report import Goal, goal_rows, print_plot, write_json
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.utils.table import format_table
@@ -24,7 +26,10 @@ def run(args: argparse.Namespace) -> int:
         structured.check_installed()  # checked first, because the other sections take long
     loading = {name: value for name, value in args.engine_options.items() if name != "max_num_seqs"}
     subject = Subject.load(args.model, **loading)
+    for name in args.only:
+        subject.check_context(LONGEST[name](subject, args), f"the section {name}")
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "module", "out")}
+    settings["device"] = subject.device
     path = None if args.out is None else Path(args.out) / "throughput.json"
     results: dict[str, Any] = {}
     goals: list[Goal] = []
@@ -62,4 +67,14 @@ SECTIONS: dict[str, Callable[[Subject, argparse.Namespace, Progress], Any]] = {
         subject, args.speculative_tokens, args.repeats, progress
     ),
     "json": lambda subject, args, progress: structured.measure(subject, args.json_requests, args.repeats, progress),
+}
+
+# Number of tokens of a section's longest sequence.
+LONGEST: dict[str, Callable[[Subject, argparse.Namespace], int]] = {
+    "batch": lambda subject, args: args.prompt_tokens + args.new_tokens,
+    "policies": lambda subject, args: longest_sequence(policies.mixed_trace(subject, args.requests, args.rate)),
+    "arrival": lambda subject, args: prompt_arrival.PROMPT_TOKENS + prompt_arrival.NEW_TOKENS,
+    "prefix": lambda subject, args: prefix_reuse.PREFIX_TOKENS + prefix_reuse.TAIL_TOKENS + 1,
+    "ngram": lambda subject, args: longest_sequence(itertools.chain(*speculation.make_jobs(subject).values())),
+    "json": lambda subject, args: longest_sequence(structured.answer_jobs(subject, args.json_requests)),
 }

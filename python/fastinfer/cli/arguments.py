@@ -383,5 +383,9 @@ def _add_run_options(benchmark: argparse.ArgumentParser, new_tokens: int, repeat
 
 def _add_speculative_tokens(benchmark: argparse.ArgumentParser) -> None:
     benchmark.add_argument(
-        "--speculative-tokens", type=count(1), default=7, metavar="N", help="drafted per step; default: %(default)s"
+        "--speculative-tokens",
+        type=count(1, MAX_SPECULATIVE_TOKENS),
+        default=7,
+        metavar="N",
+        help="drafted per step; default: %(default)s",
     )

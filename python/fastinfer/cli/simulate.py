@@ -15,7 +15,8 @@ def run(args: argparse.Namespace) -> int:
     simulation = simulate(args.trace, args.costs, make_routing(args.routing, args.replicas, args.beta))
     summary = Summary.of(simulation, args.price)
     if args.json:
-        print(json.dumps({"costs": args.costs.as_dict(), "routing": args.routing, **asdict(summary)}))
+        given = {name: getattr(args, name) for name in ("routing", "beta", "rate", "seed", "price")}
+        print(json.dumps({"costs": args.costs.as_dict(), **given, **asdict(summary)}, allow_nan=False))
         return 0
     print(f"{args.costs.model}, costs of steps: {args.costs.source}")
     print("\n".join(summary.lines()))

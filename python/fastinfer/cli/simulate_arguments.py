@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastinfer.cli.options import count, integer, number, rate
+from fastinfer.cli.options import count, number, rate
 from fastinfer.cli.router_arguments import BETA
 from fastinfer.errors import RequestError
 from fastinfer.simulation.cost_file import CostFile
@@ -14,7 +14,8 @@ from fastinfer.simulation.trace import TraceRequest, read_trace
 from fastinfer.utils.checks import check_float
 
 MAX_REPLICAS = 100_000
-MAX_BLOCKS = 50_000_000  # of all replicas; the simulation takes 56 bytes for each
+# Of all replicas. The simulation takes 56 bytes for a block, and about 620 once it has had a content.
+MAX_BLOCKS = 50_000_000
 ROUTINGS = ("round-robin", "least-loaded", "prefix-affinity")  # of a module that imports numpy; a test compares them
 # Arguments of the generator, which a trace file replaces, and their defaults.
 GENERATOR: dict[str, Any] = {
@@ -46,7 +47,8 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         "--beta",
         type=number,
         metavar="B",
-        help="of prefix-affinity: the score is matched / prompt - B * (load - mean load) / mean load; default: 1",
+        help="of prefix-affinity: the score is matched / prompt - B * (load - mean load) / max(1, mean load); "
+        "default: 1",
     )
     replicas.add_argument("--max-num-seqs", type=count(1), metavar="N", help="instead of the file's")
     replicas.add_argument("--max-num-batched-tokens", type=count(1), metavar="N", help="instead of the file's")
@@ -65,7 +67,7 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output-tokens", type=_lengths, metavar="D", help="likewise; default: 16:256")
     group.add_argument("--prefixes", type=count(0), metavar="N", help="number of shared prefixes; default: 0")
     group.add_argument("--prefix-tokens", type=count(1), metavar="N", help="length of each prefix")
-    group.add_argument("--seed", type=integer, metavar="N", help="the same seed gives the same trace; default: 0")
+    group.add_argument("--seed", type=count(0), metavar="N", help="the same seed gives the same trace; default: 0")
 
 
 def _lengths(text: str) -> Lengths:
@@ -79,8 +81,11 @@ def check_simulate(args: argparse.Namespace) -> None:
     """Check the arguments; read or generate the trace, and read the file of costs."""
     if args.beta is not None and args.routing != "prefix-affinity":
         raise RequestError(f"--beta: expected --routing prefix-affinity with it, got {args.routing}")
-    args.beta = BETA if args.beta is None else args.beta
-    check_float("--beta", args.beta, 0.0, 1e6)
+    if args.routing == "prefix-affinity":
+        args.beta = BETA if args.beta is None else args.beta
+        check_float("--beta", args.beta, 0.0, 1e6)
+    if args.price is not None:
+        check_float("--price", args.price, 0.0, 1e9)
     args.costs = _costs(args)
     per_replica = sum(args.costs.limits.num_blocks)
     if args.replicas * per_replica > MAX_BLOCKS:
@@ -113,6 +118,7 @@ def _trace(args: argparse.Namespace, max_model_len: int) -> list[TraceRequest]:
             raise RequestError(f"--trace: the file has the requests, so --{option} has no effect")
         return read_trace(Path(args.trace), max_model_len)
     options = GENERATOR | given
+    args.seed = options["seed"]  # which the output records
     if bool(options["prefixes"]) != bool(options["prefix_tokens"]):
         raise RequestError("--prefixes and --prefix-tokens: expected both or neither, got one of them")
     return generate_trace(

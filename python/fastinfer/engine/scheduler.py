@@ -76,6 +76,7 @@ class Scheduler:
         clock: function that returns the time in seconds; a simulation has a clock of its own.
 
     Attributes:
+        separates_roles: see above.
         waiting: queue of waiting sequences in the order of service.
         num_waiting_tokens: number of tokens that the waiting sequences had when they were queued.
         running: running sequences in the order of service.
@@ -108,7 +109,7 @@ class Scheduler:
         self.num_postponed_decodes = 0
         self.num_cut_drafts = 0
         self.num_queued_forks = 0
-        self._separates_roles = separates_roles
+        self.separates_roles = separates_roles
         self._num_in_flight = num_in_flight
         self._clock = clock
         self._num_steps = 0
@@ -153,7 +154,7 @@ class Scheduler:
         if len(decodes) > budget - reserved:
             left_out = [s for s in decodes if s.state is SequenceState.RUNNING and s.last_step < self._num_steps]
             self.num_postponed_decodes += len(left_out)
-        if self._separates_roles:
+        if self.separates_roles:
             chunks.sort(key=_is_prompt)
         return chunks
 
@@ -309,7 +310,7 @@ class Scheduler:
     def _num_computable(self, sequence: Sequence) -> int:
         """Return how many of a running prompt's tokens a step may compute: not beyond the border between two roles."""
         num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
-        if self._separates_roles and num_left > 0:
+        if self.separates_roles and num_left > 0:
             return num_left
         return sequence.num_uncomputed_tokens
 

@@ -9,7 +9,7 @@ from ray import serve
 from fastinfer.cli.http_options import http_settings
 from fastinfer.ray_serve.engine import Engine
 from fastinfer.ray_serve.gateway import Gateway
-from fastinfer.ray_serve.options import parse_options
+from fastinfer.ray_serve.options import num_gpus, parse_options
 from fastinfer.server.router.config import RouterConfig
 
 # Requests that an engine has at once. It computes as many as fit (--max-num-seqs), and queues the others fairly.
@@ -29,7 +29,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
     Args:
         args: options of ``fastinfer serve`` without the dashes, such as ``{"model": "smollm2-135m-instruct",
-            "threads": 4}``. A replica reserves as many CPUs as it has threads, and a GPU with ``{"device": "cuda"}``.
+            "threads": 4}``. A replica reserves as many CPUs as it has threads, and the GPUs of :func:`num_gpus`.
 
     Raises:
         FastinferError: an option is wrong, or belongs to Ray.
@@ -37,12 +37,11 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     options = parse_options(args)
     options.threads = options.threads or len(os.sched_getaffinity(0))
     drain_s = options.drain_timeout + FAREWELL_S
-    num_gpus = int(options.engine_options.get("device") == "cuda")
     engine = serve.deployment(
         Engine,
         name="Engine",
         # Ranks of tensor parallelism are processes of the replica: they share its threads, and are on its node.
-        ray_actor_options={"num_cpus": options.threads, "num_gpus": num_gpus},
+        ray_actor_options={"num_cpus": options.threads, "num_gpus": num_gpus(options.engine_options)},
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         max_queued_requests=MAX_QUEUED_REQUESTS,
         graceful_shutdown_timeout_s=drain_s,

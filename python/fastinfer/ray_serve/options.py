@@ -9,6 +9,7 @@ from fastinfer.cli.options import rate
 from fastinfer.cli.router_arguments import BETA
 from fastinfer.cli.serve_arguments import add_serve
 from fastinfer.errors import RequestError
+from fastinfer.utils.places import Place, is_list_of_places, parse_places
 
 # Options that belong to Ray here.
 OF_RAY = frozenset(
@@ -17,6 +18,22 @@ OF_RAY = frozenset(
 )
 # Values of an option without a value, as Ray's command line or a file in YAML has them.
 FLAGS = {"true": True, "false": False}
+
+
+def num_gpus(engine_options: Mapping[str, Any]) -> int:
+    """Return how many GPUs a replica needs. It counts those that Ray gives it from 0, as ``cuda:N`` does.
+
+    None without a device: ``auto`` is then the CPU, as Ray hides all GPUs that are not reserved.
+
+    Args:
+        engine_options: arguments of :class:`fastinfer.LLM`.
+    """
+    name = engine_options.get("device", "auto")
+    places = parse_places(name) if is_list_of_places(name) else (Place(name),)
+    devices = [device for place in places for device in place.devices if device.startswith("cuda")]
+    last = max((int(device.partition(":")[2] or 0) for device in devices), default=-1)
+    # Ranks of tensor parallelism are on consecutive GPUs.
+    return last + engine_options.get("tensor_parallel_size", 1) if devices else 0
 
 
 def parse_options(args: Mapping[str, Any]) -> argparse.Namespace:

@@ -75,7 +75,7 @@ def simulate(trace: Sequence[TraceRequest], costs: CostFile, routing: Routing) -
         while arrivals and arrivals[0].arrival_s <= now:
             request = arrivals.popleft()
             index, load = routing.send(request)
-            prefix = [] if request.prefix is None else prefixes[request.prefix][: request.prefix_tokens]
+            prefix = [] if request.prefix is None else prefixes[request.prefix]
             records.append(Record(request, index, load))
             replicas[index].add(records[-1], len(records), prefix)
             if not replicas[index].is_busy:
@@ -93,5 +93,5 @@ def _prefixes(trace: Sequence[TraceRequest]) -> dict[str, list[int]]:
     for request in trace:
         if request.prefix is not None:
             lengths[request.prefix] = max(lengths.get(request.prefix, 0), request.prefix_tokens)
-    # Only the first token differs, see Replica.add.
+    # Only the first token differs, as everything after it is found by the hash of all tokens before.
     return {name: [number + 1] + [0] * (lengths[name] - 1) for number, name in enumerate(lengths)}

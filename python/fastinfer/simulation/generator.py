@@ -8,6 +8,8 @@ from fastinfer.errors import RequestError
 from fastinfer.simulation.trace import TraceRequest
 from fastinfer.utils.checks import show
 
+MAX_SIGMA = 10.0  # a larger one would leave hardly any lengths but the smallest and the largest
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -37,12 +39,13 @@ class Lengths:
                 raise ValueError
             low, high = int(numbers[0]), int(numbers[min(1, len(numbers) - 1)])
             median, sigma = numbers[2:] or (None, 0.0)
-            is_valid = 1 <= low <= high < 2**31 and 0 <= sigma < math.inf
+            is_valid = 1 <= low <= high < 2**31 and 0 <= sigma <= MAX_SIGMA
             if not is_valid or (median is not None and not low <= median <= high):
                 raise ValueError
         except (ValueError, OverflowError):
             raise RequestError(
-                f"expected N, LOW:HIGH or LOW:HIGH:MEDIAN:SIGMA with 1 <= LOW <= MEDIAN <= HIGH, got {show(text)}"
+                "expected N, LOW:HIGH or LOW:HIGH:MEDIAN:SIGMA with 1 <= LOW <= MEDIAN <= HIGH and "
+                f"0 <= SIGMA <= {MAX_SIGMA:g}, got {show(text)}"
             ) from None
         return cls(low, high, median, sigma)
 
@@ -74,7 +77,7 @@ def generate_trace(
         output_tokens: lengths of the outputs.
         num_prefixes: number of shared prefixes, one of which each prompt begins with, all equally often; 0 for none.
         prefix_tokens: length of each prefix in tokens.
-        seed: random seed.
+        seed: random seed, at least 0.
     """
     rng = random.Random(seed)
     requests, arrival_s = [], 0.0

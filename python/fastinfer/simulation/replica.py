@@ -1,5 +1,6 @@
 """One simulated engine: the real scheduler and block manager, and a worker that only takes time."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import make_block_manager
 from fastinfer.engine.kv_cache_size import KVCacheSize
-from fastinfer.engine.scheduler import Scheduler
+from fastinfer.engine.scheduler import LOOKAHEAD, Scheduler
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.stats import StepWork
 from fastinfer.errors import RequestError
@@ -85,8 +86,16 @@ class Replica:
         size = KVCacheSize(limits.windows, limits.num_blocks, limits.max_model_len, num_bytes=0)
         self.block_manager = make_block_manager(config, size, None, separates_roles=False)
         _check_cache(self.block_manager, limits.max_model_len)
-        self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, clock=clock)
+        self.scheduler = Scheduler(
+            self.block_manager,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            separates_roles=limits.separates_roles,
+            clock=clock,
+        )
         self._cost, self._clock = costs.cost, clock
+        # Requests whose tokens the scheduler need not see yet, so that a long queue takes little memory.
+        self._queue: deque[tuple[Record, int, list[int]]] = deque()
         self._chunks: list[Chunk] = []
         self._records: dict[Sequence, Record] = {}
         self.is_busy = False
@@ -101,13 +110,17 @@ class Replica:
         Args:
             record: the record to fill in.
             number: number of the request, which no other one has.
-            prefix: tokens of the shared prefix.
+            prefix: tokens of the shared prefix, or more of them.
         """
+        self._queue.append((record, number, prefix))
+
+    def _add_next(self) -> None:
+        """Give the scheduler the request that has waited for longest."""
+        record, number, prefix = self._queue.popleft()
         request = record.request
-        # A token that no other request has: blocks are found by the hash of all tokens up to their end, so everything
-        # after it is the request's own. As all other tokens are one object, a prompt takes 8 bytes per token.
-        own = [-1 - number] + [OUTPUT_TOKEN] * request.prompt_tokens
-        tokens = (prefix + own)[: request.prompt_tokens]
+        # As all tokens but the first one of the request's own are one object, a prompt takes 8 bytes per token.
+        own = [_own_token(number)] + [OUTPUT_TOKEN] * request.prompt_tokens
+        tokens = (prefix[: request.prefix_tokens] + own)[: request.prompt_tokens]
         length = request.prompt_tokens + request.output_tokens
         sequence = Sequence(str(number), tokens, DEFAULT_PARAMS, 0, max_length=length)
         sequence.arrival_time = request.arrival_s
@@ -116,6 +129,8 @@ class Replica:
 
     def begin_step(self) -> float | None:
         """Begin a step, and return how many seconds it takes; ``None`` if there is nothing to compute."""
+        while self._queue and len(self.scheduler.waiting) < LOOKAHEAD:
+            self._add_next()
         self._chunks = self.scheduler.schedule()
         if not self._chunks:
             return None
@@ -136,13 +151,13 @@ class Replica:
             if not chunk.is_last:
                 manager.end_step(sequence)
                 continue
-            sequence.append(OUTPUT_TOKEN)
+            is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
+            sequence.append(_own_token(int(sequence.request_id)) if is_first else OUTPUT_TOKEN)
             self.num_generated_tokens += 1
             manager.end_step(sequence)
-            length = len(sequence.token_ids)
-            if length == sequence.num_prompt_tokens + 1:
+            if is_first:
                 self._records[sequence].first_token_s = now
-            if length == sequence.max_length:
+            if len(sequence.token_ids) == sequence.max_length:
                 self.scheduler.finish(sequence)
                 ended.append(self._end(sequence, now))
         self._chunks = []
@@ -154,6 +169,14 @@ class Replica:
         assert sequence.first_scheduled_time is not None
         record.first_scheduled_s, record.end_s = sequence.first_scheduled_time, now
         return record
+
+
+def _own_token(number: int) -> int:
+    """Return the token that only one request has, the first one of its own in the prompt and in the output.
+
+    Blocks are found by the hash of all tokens up to their end, so whatever follows this token is not shared.
+    """
+    return -1 - number
 
 
 def _check_cache(manager: BlockManager, max_model_len: int) -> None:

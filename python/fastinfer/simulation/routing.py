@@ -111,8 +111,9 @@ class PrefixAffinity(Routing):
         return min(self._sent[request.prefix].get(replica, 0), request.prefix_tokens)
 
 
-def make_routing(name: str, num_replicas: int, beta: float) -> Routing:
+def make_routing(name: str, num_replicas: int, beta: float | None) -> Routing:
     """Make the routing of this name, one of ``ROUTINGS``; only ``prefix-affinity`` has a ``beta``."""
     if name == "prefix-affinity":
+        assert beta is not None
         return PrefixAffinity(num_replicas, beta)
     return LeastLoaded(num_replicas) if name == "least-loaded" else RoundRobin(num_replicas)
