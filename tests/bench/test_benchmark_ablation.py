@@ -213,6 +213,8 @@ def test_rows_are_checked_before_they_are_measured(subject: Subject, tmp_path: P
     write_tiny_folder(tmp_path / "model")
     with pytest.raises(RequestError, match="--draft-head: expected a draft head, got the model"):
         check(subject, rows["head"], replace(SETTINGS, draft_head=str(tmp_path / "model")))
+    with pytest.raises(RequestError, match="--rows: kv repacks the weights, which needs --device cpu, got cuda:0"):
+        check(replace(subject, device="cuda:0"), rows["kv"], SETTINGS)
     assert isinstance(subject.model, Decoder)
     first = replace(subject.model, layers=subject.model.layers[:1])
     with pytest.raises(UnsupportedModelError, match=r"expected weights of 4 bits, got \[8\]"):
@@ -274,7 +276,7 @@ def test_peak_memory_of_a_row_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablation, "_check_in_process", lambda rows, settings: settings.loading.get("device", "cuda:0"))
+    monkeypatch.setattr(ablation, "_check_in_process", lambda rows, settings: settings.loading["device"])
 
 
 @pytest.mark.usefixtures("no_checks")
@@ -295,6 +297,7 @@ def test_a_row_that_fails_does_not_lose_the_others(
     assert captured.err.endswith("fastinfer: error: the row failed\n")
     assert [line.split()[0] for line in captured.out.splitlines()[1:4]] == ["none", "KV", "+"]
     written = json.loads((tmp_path / "ablation.json").read_text())
+    assert written["settings"]["loading"]["device"] == "cpu"
     assert [len(row["runs"]) for row in written["rows"].values()] == [2, 1, 1]
     assert written["settings"]["loading"] == {"device": "cuda:0"}
 

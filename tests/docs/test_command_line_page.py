@@ -45,6 +45,10 @@ def documented_commands() -> Iterator[list[str]]:
                     yield shlex.split(after.rstrip(" &"))
 
 
+def test_there_are_documented_commands() -> None:
+    assert len([*documented_commands()]) > 50
+
+
 @pytest.mark.parametrize("argv", [*documented_commands()], ids=shlex.join)
 def test_documented_commands_parse(argv: list[str]) -> None:
     """Whether files and models are there is not looked at."""

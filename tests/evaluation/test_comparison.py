@@ -77,6 +77,7 @@ def test_models_with_other_tokens_are_refused_before_one_is_loaded(
 
 def kept_bytes() -> int:
     """Size of the fp16 distributions that are alive."""
+    gc.collect()
     alive = [part for part in gc.get_objects() if isinstance(part, torch.Tensor) and part.dtype == torch.float16]
     return sum(part.nbytes for part in alive if part.shape[-1:] == (VOCAB,))
 

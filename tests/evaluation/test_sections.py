@@ -60,6 +60,8 @@ def test_a_text_shorter_than_a_section(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("four")
     with pytest.raises(RequestError, match=r"text\.txt: the text must have at least 32 tokens, got 4"):
         read_sections(str(tmp_path / "text.txt"), Tokenizer.from_folder(tmp_path), 32)
+    with pytest.raises(RequestError, match="max_tokens must be at least 4, those of one section, got 3"):
+        read_sections(str(tmp_path / "text.txt"), Tokenizer.from_folder(tmp_path), 4, 3)
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, gemma_like, unigram])

@@ -168,6 +168,7 @@ def test_one_layer_is_in_memory_at_a_time(with_texts: bool, tmp_path: Path, monk
 
         def watched(*args: Any) -> Any:
             result = function(*args)
+            gc.collect()
             alive = [weight for weight in gc.get_objects() if isinstance(weight, CalibratedWeight)]
             layers.add(len({split_name(weight.names[0])[0] for weight in alive}))
             fields = [value for weight in alive for value in vars(weight).values() if isinstance(value, Tensor)]

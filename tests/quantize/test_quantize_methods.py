@@ -185,6 +185,16 @@ def test_awq_is_never_worse_than_rounding_and_better_with_outliers() -> None:
     assert errors[0] < 0.8 * errors[1]
 
 
+def test_awq_leaves_out_factors_whose_scales_fp16_does_not_hold() -> None:
+    """The weights themselves fit, and so do they with smaller factors."""
+    small = inputs()
+    small[:, 0] *= 3e4
+    small[:, 1:40] *= 1e-5
+    scales = search_scales(weight() * 200, InputStatistics.of(small), 4, GROUP)
+    assert scales.isfinite().all()
+    round_to_nearest(weight() * 200 * scales, 4, GROUP)
+
+
 def test_clipping_lowers_each_groups_error() -> None:
     values = weight()
     values[:, ::GROUP] *= 6  # an outlier in every group

@@ -37,7 +37,7 @@ Results = dict[str, list[Measured]]  # key of a row to its measurements, one per
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark, print its table, and write its files if ``--out`` is given."""
-    options = dict(args.engine_options)
+    options = {"device": "cpu"} | args.engine_options
     settings = Settings(
         args.model,
         args.requests,
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with show_progress("ablation") as progress:
             progress("checks")
-            settings = replace(settings, loading=options | {"device": _check_in_process(rows, settings)})
+            settings.loading["device"] = _check_in_process(rows, settings)
             for repeat in range(args.repeats):
                 for row in rows:
                     progress(f"{row.title}, {repeat + 1} of {args.repeats}")

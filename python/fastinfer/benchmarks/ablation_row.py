@@ -171,11 +171,13 @@ def check(subject: Subject, row: Row, settings: Settings) -> None:
     """Check that a row can be measured, as far as that is known before.
 
     Raises:
-        FastinferError: the model cannot have the row's form of weights, the context is too short, or the draft head is
-            none.
+        FastinferError: the model cannot have the row's form of weights on its device, the context is too short, or
+            what is given as a draft head is another model.
     """
     assert isinstance(subject.model, Decoder)
     check_form(subject.model, row.weights)
+    if row.weights != "int4" and subject.device != "cpu":
+        raise RequestError(f"--rows: {row.key} repacks the weights, which needs --device cpu, got {subject.device}")
     subject.check_context(longest_sequence(make_jobs(subject, row, settings)), f"the row {row.key}")
     if row.draft_head:
         _open_draft_head(subject, settings)

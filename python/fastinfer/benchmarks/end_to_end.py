@@ -159,7 +159,7 @@ def _time_single(llm: LLM, job: Job) -> Single:
 
 def _rows(results: list[Result], requests: int) -> list[list[str]]:
     head = ["prompt tokens", "prompt tokens/s", "first token ms", "decode tokens/s"]
-    head += ["between outputs ms p50", "p95", "p99", f"{requests} at once tokens/s"]
+    head += [f"between outputs p{p} ms" for p in PERCENTILES] + [f"{requests} at once tokens/s"]
     rows = [head]
     for r in results:
         row = [str(r.prompt_tokens), f"{r.prompt_tokens_per_s:.0f}", f"{r.first_token_s * 1e3:.1f}"]

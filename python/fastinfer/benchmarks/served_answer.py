@@ -90,7 +90,7 @@ class ServedAnswer:
 
 
 def _count(usage: object, name: str) -> int:
-    """Return a number of tokens that the server states, which has read and written some."""
+    """Return one of the server's token counts, which is at least 1: the request had a prompt and got text."""
     count = usage.get(name) if isinstance(usage, dict) else None
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ServerError(f"expected the server's usage to have {name} of at least 1, got {show(usage)}")

@@ -278,6 +278,7 @@ def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
         benchmark,
         context="of every engine, in tokens; default: what its requests need",
         max_num_seqs="of the mixed trace; default: 8",
+        one_device=True,
     )
     benchmark.add_argument(
         "--only",
@@ -309,6 +310,8 @@ def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
         benchmark,
         context="of every engine, in tokens; default: what its requests need",
         max_num_seqs="sequences that run at once, in rows that run several; default: 8",
+        one_device=True,
+        default_device="cpu, where all rows can be measured",
     )
     benchmark.add_argument(
         "--rows",

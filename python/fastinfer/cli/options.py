@@ -43,7 +43,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         type=count(32),
         default=16384,
         metavar="N",
-        help="largest number of tokens of the text to use; default: %(default)s",
+        help="largest number of tokens of all sections; default: %(default)s",
     )
 
 
@@ -150,7 +150,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 
 def add_loading_options(
-    parser: argparse.ArgumentParser, *, context: str, max_num_seqs: str, min_context: int = 1, one_device: bool = False
+    parser: argparse.ArgumentParser,
+    *,
+    context: str,
+    max_num_seqs: str,
+    min_context: int = 1,
+    one_device: bool = False,
+    default_device: str = "auto, a GPU if there is one",
 ) -> argparse._ArgumentGroup:
     """Add what every command has that loads a model.
 
@@ -159,6 +165,7 @@ def add_loading_options(
         context, max_num_seqs: help of these options, which mean something else in each command.
         min_context: smallest context.
         one_device: whether the command takes no list of places.
+        default_device: help of the device's default.
 
     Returns:
         The group of these options. Its options are collected in ``engine_options``.
@@ -175,7 +182,7 @@ def add_loading_options(
         "device",
         type=device_name if one_device else device,
         metavar="NAME",
-        help=f"{DEVICE_NAMES}{several}; default: auto, a GPU if there is one",
+        help=f"{DEVICE_NAMES}{several}; default: {default_device}",
     )
     add("--dtype", "dtype", choices=DTYPES, help="dtype to compute in; default: auto")
     add(

@@ -94,9 +94,9 @@ def compare(
     device = resolve_device(device)
     cache_dtype = kv_cache_dtype_of(kv_cache_dtype, dtype, device)
     paths = {name: hub.resolve(name) for name in names}
-    sections = _sections(paths, text, length, max_tokens)
+    sections, vocab_size = _sections(paths, text, length, max_tokens)
     exact = Precision.of(dtype, device).exact
-    reference = _Reference(min(open_checkpoint(path).config.vocab_size for path in paths.values()), len(names) > 1)
+    reference = _Reference(vocab_size, len(names) > 1)
     results: list[Result] = []
     for name in names:
         progress(name)
@@ -146,18 +146,24 @@ def plot(results: list[Result], path: Path) -> Path:
     return path
 
 
-def _sections(paths: dict[str, Path], text: str, length: int, max_tokens: int) -> Sections:
-    """Cut the text into sections, and check that they are the same for all models and fit into their contexts."""
+def _sections(paths: dict[str, Path], text: str, length: int, max_tokens: int) -> tuple[Sections, int]:
+    """Cut the text into sections, and check that they are the same for all models and fit into their contexts.
+
+    Returns:
+        The sections, and the number of tokens that all models have.
+    """
     found: dict[str, Sections] = {}
+    vocab_sizes: list[int] = []
     for name, path in paths.items():
         checkpoint = open_checkpoint(path)
         checkpoint.config.check_length(length)
+        vocab_sizes.append(checkpoint.config.vocab_size)
         found[name] = read_sections(text, read_tokenizer(checkpoint), length, max_tokens)
     first = next(iter(found))
     for name, sections in found.items():
         if sections != found[first]:
             raise RequestError(f"{name}: expected the tokens that {first} makes of {text}, got others")
-    return found[first]
+    return found[first], min(vocab_sizes)
 
 
 class _Reference:

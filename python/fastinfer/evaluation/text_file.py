@@ -61,12 +61,14 @@ def read_sections(path: str, tokenizer: "Tokenizer", length: int, max_tokens: in
         max_tokens: largest number of tokens of all sections; ``None`` for the whole text.
 
     Raises:
-        RequestError: the file cannot be read or is not UTF-8, or is shorter than one section.
+        RequestError: the file cannot be read or is not UTF-8, or it or ``max_tokens`` is shorter than one section.
     """
     prefix = tokenizer.prefix
     step = length - len(prefix)
     if step < 1:
         raise RequestError(f"sections must have more tokens than the {len(prefix)} before a text, got {length}")
+    if max_tokens is not None and max_tokens < length:
+        raise RequestError(f"max_tokens must be at least {length}, those of one section, got {max_tokens}")
     wanted = None if max_tokens is None else max_tokens // length * step
     ids = _encode_beginning(read_text(path), tokenizer, wanted)
     found = [[*prefix, *ids[start : start + step]] for start in range(0, len(ids) - step + 1, step)]

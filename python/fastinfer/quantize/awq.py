@@ -7,6 +7,7 @@ scaled down by the same factors.
 import torch
 from torch import Tensor
 
+from fastinfer.errors import QuantizationError
 from fastinfer.quantize.rounding import Grid
 from fastinfer.quantize.statistics import InputStatistics
 
@@ -33,7 +34,12 @@ def search_scales(
     for step in range(EXPONENTS):
         candidate = importance ** (step / EXPONENTS)
         candidate = candidate / (candidate.amax() * candidate.amin()).sqrt()
-        grid = Grid.of(values * candidate, bits, group_size, symmetric)
+        try:
+            grid = Grid.of(values * candidate, bits, group_size, symmetric)
+        except QuantizationError:
+            if step == 0:  # the weight as it is
+                raise
+            continue
         rounded = grid.dequantize(grid.quantize(values * candidate)) / candidate
         error = statistics.output_error(values - rounded)
         if error < best:

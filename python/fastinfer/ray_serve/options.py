@@ -21,9 +21,10 @@ FLAGS = {"true": True, "false": False}
 
 
 def num_gpus(engine_options: Mapping[str, Any]) -> int:
-    """Return how many GPUs a replica needs. It counts those that Ray gives it from 0, as ``cuda:N`` does.
+    """Return how many GPUs a replica needs.
 
-    None without a device: ``auto`` is then the CPU, as Ray hides all GPUs that are not reserved.
+    The GPUs that Ray gives to a replica have the numbers from 0 on, and ``cuda:N`` is one of these. Without a device a
+    replica needs none: Ray hides all GPUs that are not reserved, so ``auto`` is the CPU.
 
     Args:
         engine_options: arguments of :class:`fastinfer.LLM`.
