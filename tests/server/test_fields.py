@@ -194,6 +194,7 @@ REFUSED_BY_NAME: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, structured(structural_tag={}), "structured_outputs.structural_tag"),
     (CHAT, structured(structural_tag=TAGS), "structured_outputs.structural_tag"),
     (CHAT, {**form(type="text"), **structured(json=NONSENSE)}, "structured_outputs.json"),
+    (CHAT, {**form(type="json_object"), **structured(regex="a")}, "structured_outputs"),
     (CHAT, CHOICE, "tool_choice.function"),
     (CHAT, {**CHOICE, "tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.type"),
     (CHAT, {**CHOICE, "tool_choice": 5}, "tool_choice"),
@@ -350,6 +351,15 @@ def test_what_changes_the_tokens() -> None:
     assert len(generated("hello", max_tokens=30, min_tokens=30)) == 30
 
 
+def test_each_seed_gives_its_own_text() -> None:
+    """The engine has no negative seeds; those of the interface have 64 bits."""
+    seeds = (-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 1)
+    texts = {seed: generated("hello", temperature=2, ignore_eos=True, seed=seed) for seed in seeds}
+    assert texts[-1] != texts[1]
+    assert texts[-(2**63) + 1] != texts[-1]
+    assert generated("hello", temperature=2, ignore_eos=True, seed=-1) == texts[-1]
+
+
 def test_a_stop_string_ends_the_text() -> None:
     body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": 40}
     _, whole = post(TEXT, body)
@@ -387,6 +397,9 @@ def test_only_json_is_taken() -> None:
             for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
                 answer = await client.post(CHAT, content="{}", headers={"content-type": kind})
                 assert answer.status_code == 415
+            for kind in ("application/problem+json", "Application/JSON; charset=utf-8"):
+                answer = await client.post(CHAT, content="{}", headers={"content-type": kind})
+                assert answer.status_code == 400
             # A page can send a body without a type, too.
             answer = await client.post(CHAT, content="{}")
             assert answer.status_code == 415
