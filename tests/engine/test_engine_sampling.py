@@ -477,13 +477,6 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
     assert not engine.has_unfinished
 
 
-@pytest.mark.parametrize(("max_tokens", "limit"), [(7, 7), (None, 2**31 - 1)])
-def test_no_more_tokens_are_demanded_than_allowed(max_tokens: int | None, limit: int) -> None:
-    assert SamplingParams(max_tokens=max_tokens, min_tokens=limit).min_tokens == limit
-    with pytest.raises(RequestError, match=rf"^min_tokens must be an integer in 0..{limit}, got {limit + 1}$"):
-        SamplingParams(max_tokens=max_tokens, min_tokens=limit + 1)
-
-
 def test_greedy_reference_is_the_toys() -> None:
     assert reference(GREEDY) == greedy(PROMPT, 25, stop_at_eos=False)
 
