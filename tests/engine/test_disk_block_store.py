@@ -320,6 +320,14 @@ def test_a_queue_that_is_full_drops_blocks(tmp_path: Path, monkeypatch: pytest.M
     assert [check(store, number) for number in range(5)] == [True] * 3 + [False] * 2
 
 
+def test_a_block_that_is_larger_than_the_queue_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_block_store, "MAX_QUEUED_BYTES", BLOCK_BYTES - 1)
+    store = make(tmp_path)
+    fill(store, 2)
+    assert all(check(store, number) for number in range(2))
+    assert store.num_dropped == 0
+
+
 def test_a_block_that_waits_to_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a miss once it could not be written."""
     may_end = threading.Event()
