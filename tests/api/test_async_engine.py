@@ -338,6 +338,29 @@ def test_a_full_queue_refuses_and_recovers() -> None:
     run(main())
 
 
+def test_it_says_that_it_is_full() -> None:
+    """By the number of requests, those included that are still being checked, or by that of their tokens."""
+
+    async def main() -> None:
+        async with toy_async_engine(max_num_waiting=3, max_num_waiting_tokens=10) as engine:
+            await engine.pause()
+            streams = [engine.generate([7], GREEDY) for _ in range(2)]
+            assert not engine.is_full
+            streams.append(engine.generate([7], GREEDY))
+            assert engine.is_full
+            await engine.resume()
+            await asyncio.gather(*map(read, streams))
+            for length in (9, 10):
+                await engine.pause()
+                stream = engine.generate([7] * length, GREEDY)
+                await stream.accepted()
+                assert engine.is_full == (length == 10)
+                await engine.resume()
+                await read(stream)
+
+    run(main())
+
+
 def test_a_refusal_by_the_engine_itself_reaches_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the check and the adding, preemptions can fill the queue."""
 
