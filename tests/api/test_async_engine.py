@@ -534,6 +534,50 @@ def test_embeddings_and_pinned_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main())
 
 
+def test_a_pinned_prompt_that_is_aborted_was_not_computed() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            await engine.pause()
+            pinning = asyncio.create_task(engine.pin_prompt("system", [1] * 20))
+            await until(lambda: engine.stats().num_waiting)
+            await engine.shutdown()
+            with pytest.raises(RuntimeError, match=r"^pinned prompt 'system' was not computed: abort$"):
+                await pinning
+
+    run(main())
+
+
+def test_a_reset_of_the_prefix_cache_shows_in_the_statistics() -> None:
+    async def main() -> None:
+        async with toy_async_engine(block_size=4) as engine:
+            await read(engine.generate([1] * 20, GREEDY))
+            assert engine.stats().num_cached_blocks
+            await engine.reset_prefix_cache()
+            assert engine.stats().num_cached_blocks == 0
+
+    run(main())
+
+
+def test_adapters_are_read_beside_the_steps_and_change_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        threads = {}
+
+        def note(name: str) -> Any:
+            return lambda *args, **options: threads.setdefault(name, threading.current_thread())
+
+        async with toy_async_engine() as engine:
+            own = await asyncio.wrap_future(engine._thread.submit(threading.current_thread))
+            for name in ("read_adapter", "load_adapter", "register_adapter", "unload_adapter"):
+                monkeypatch.setattr(engine._engine, name, note(name))
+            await engine.load_adapter("a", "folder")
+            await engine.register_adapter("b", "folder")
+            await engine.unload_adapter("a")
+            assert threads.pop("read_adapter") not in (own, threading.current_thread())
+            assert threads == dict.fromkeys(("load_adapter", "register_adapter", "unload_adapter"), own)
+
+    run(main())
+
+
 class SlowTokenizer(ToyTokenizer):
     """Tokenises "slow" only when it may."""
 
