@@ -12,7 +12,7 @@ from support.toy import ToyTokenizer, greedy
 from support.toy_server import toy_client
 
 from fastinfer.sampling_params import MAX_ALLOWED_TOKEN_IDS
-from fastinfer.server.protocol.chat import ChatRequest
+from fastinfer.server.protocol.chat import ChatRequest, Tool, conversation
 from fastinfer.server.protocol.completions import CompletionRequest
 from fastinfer.server.protocol.embeddings import EmbeddingRequest, ScoreRequest
 from fastinfer.server.protocol.messages import MessagesRequest
@@ -116,6 +116,9 @@ REFUSED_BY_CHATS: list[tuple[Any, ...]] = [
     ("moderation", {"model": "x"}),
     ("chat_template", "{{ messages }}"),
     ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", {"tools": []}),
+    ("chat_template_kwargs", {"documents": []}),
+    ("chat_template_kwargs", {"add_generation_prompt": False}),
     ("thinking_token_budget", 0),
     ("echo", True),
     ("prompt_cache_retention", "24h"),
@@ -214,6 +217,7 @@ REFUSED_BY_NAME: list[tuple[str, dict[str, Any], str]] = [
     (TOKENS, {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
     (TOKENS, {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
     (TOKENS, {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+    (TOKENS, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]  # fmt: skip
 
 
@@ -282,6 +286,44 @@ def test_there_is_one_limit_of_completions() -> None:
 def test_what_clients_send_back_is_taken(turns: list[dict[str, Any]]) -> None:
     status, answer = post(TOKENS, {"messages": [*MESSAGES, *turns, *MESSAGES]})
     assert status == 200, answer
+
+
+def test_what_the_template_gets_of_messages() -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": "", "parsed_arguments": {}}, "index": 0}
+    messages = conversation(
+        [
+            {"role": "developer", "content": "be"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "so"},
+            {"role": "tool", "tool_call_id": "a", "content": "c"},
+            {"role": "function", "name": "f", "content": "d"},
+            {"role": "assistant", "reasoning": "so", "reasoning_content": "other"},
+            {"role": "assistant", "content": "e", "reasoning_content": "so"},
+        ]
+    )
+    called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert [message.for_template() for message in messages] == [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "a\nb", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [called], "reasoning_content": "so"},
+        {"role": "tool", "content": "c", "tool_call_id": "a"},
+        {"role": "function", "content": "d", "name": "f"},
+        {"role": "assistant", "content": "", "reasoning_content": "so"},
+        {"role": "assistant", "content": "e", "reasoning_content": "so"},
+    ]
+
+
+def test_what_the_template_gets_of_tools() -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "strict": True}})
+    empty = {"type": "object", "properties": {}}
+    assert tool.for_model() == {"type": "function", "function": {"name": "f", "parameters": empty}}
+    assert tool.for_model(with_strict=True) == {"type": "function", "function": {"name": "f", "strict": True}}
+
+
+def test_an_error_says_how_many_more_mistakes_there_are() -> None:
+    for fields, end in (({"a": 1}, "request"), ({"a": 1, "b": 2, "n": "x"}, "(and 2 more mistakes)")):
+        _, answer = post(TEXT, {"prompt": "hello", **fields})
+        assert answer["error"]["message"].endswith(end)
 
 
 REFUSED_BY_COMPLETIONS: list[tuple[Any, ...]] = [
