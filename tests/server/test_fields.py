@@ -217,7 +217,6 @@ REFUSED_BY_NAME: list[tuple[str, dict[str, Any], str]] = [
     (TOKENS, {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
     (TOKENS, {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
     (TOKENS, {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
-    (TOKENS, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]  # fmt: skip
 
 
@@ -299,6 +298,7 @@ def test_what_the_template_gets_of_messages() -> None:
             {"role": "function", "name": "f", "content": "d"},
             {"role": "assistant", "reasoning": "so", "reasoning_content": "other"},
             {"role": "assistant", "content": "e", "reasoning_content": "so"},
+            {"role": "assistant", "reasoning": "so"},
         ]
     )
     called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -310,6 +310,7 @@ def test_what_the_template_gets_of_messages() -> None:
         {"role": "function", "content": "d", "name": "f"},
         {"role": "assistant", "content": "", "reasoning_content": "so"},
         {"role": "assistant", "content": "e", "reasoning_content": "so"},
+        {"role": "assistant", "content": "", "reasoning_content": "so"},
     ]
 
 
