@@ -1,6 +1,7 @@
 """Rows of unpacked weights picked, reordered and concatenated."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,16 @@ def test_forms_that_become_one() -> None:
             assert torch.equal(weight.dequantize(), part.dequantize())
     for name in ("dense", "int4 permuted", "w8a8", "table"):
         assert in_one_form([forms["int4"], forms[name]]) is None
+
+
+def test_values_of_a_mapped_file_are_copied(tmp_path: Path) -> None:
+    """If the file was cut later, reading them would end the process."""
+    (tmp_path / "values").write_bytes(bytes(4 * ROWS * COLUMNS))
+    values = torch.from_file(str(tmp_path / "values"), shared=True, size=ROWS * COLUMNS).view(ROWS, COLUMNS)
+    weight = make_weight(Dense(values), 32)
+    assert isinstance(weight, DenseWeight)
+    values.fill_(1.0)
+    assert not weight.values.any()
 
 
 def test_inputs_are_rounded_where_the_table_is_int8() -> None:

@@ -119,11 +119,6 @@ def test_the_prompt_may_begin_the_answer() -> None:
             [("f", {"a": 1}), ("g", {})],
         ),
         (
-            {"open": ["<c>", "<c><c>"], "close": "</c>", "content": "json", "transform": FUNCTION},
-            '<c><c>{"name": "f", "arguments": {}}</c>',
-            [("f", {})],
-        ),
-        (
             {
                 "open": ["<calls>", "<calls>\n"],
                 "close": "</calls>",
