@@ -80,6 +80,20 @@ def test_permuted_columns() -> None:
     assert torch.equal(weight[0, order], q[0].float())
 
 
+def test_products_with_permuted_columns() -> None:
+    """A fused norm has its weights in the order of the inputs."""
+    weight = weights()["int4 permuted"]
+    assert isinstance(weight, Int4)
+    expected, packed = weight.dequantize(), make_weight(weight, 32)
+    assert torch.equal(packed.rows(None, torch.float32), expected)
+    ids = torch.tensor([4, 1])
+    assert torch.equal(packed.rows(ids, torch.float32), expected[ids])
+    x, norm_weight = torch.randn(3, COLUMNS), torch.rand(COLUMNS)
+    torch.testing.assert_close(packed.linear(x), x @ expected.T)
+    normed = torch.nn.functional.rms_norm(x, (COLUMNS,), norm_weight, 1e-6)
+    torch.testing.assert_close(packed.linear(x, norm_weight=norm_weight, eps=1e-6), normed @ expected.T)
+
+
 def test_only_equal_forms_fit() -> None:
     forms = weights()
     for name, weight in forms.items():
