@@ -13,7 +13,7 @@ from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concate
 from fastinfer.quantize.rounding import NF4_TABLE
 from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.pack import make_weight
-from fastinfer.weights.weight import DenseWeight, LutWeight
+from fastinfer.weights.weight import ConcatenatedWeight, DenseWeight, LutWeight
 
 ROWS, COLUMNS, GROUPS = 6, 64, 2
 
@@ -92,6 +92,28 @@ def test_products_with_permuted_columns() -> None:
     torch.testing.assert_close(packed.linear(x), x @ expected.T)
     normed = torch.nn.functional.rms_norm(x, (COLUMNS,), norm_weight, 1e-6)
     torch.testing.assert_close(packed.linear(x, norm_weight=norm_weight, eps=1e-6), normed @ expected.T)
+
+
+def test_products_of_int8_inputs_have_an_activation_and_a_residual() -> None:
+    q, scales = torch.randint(-128, 128, (32, COLUMNS)).to(torch.int8), torch.rand(32, 1).half() / 100
+    packed = make_weight(Int8(q, scales, int8_activations=True), 8)
+    x, residual = torch.randn(3, COLUMNS), torch.randn(3, 32)
+    plain = packed.linear(x)
+    torch.testing.assert_close(packed.linear(x, residual=residual), plain + residual)
+    gated = torch.nn.functional.silu(plain[:, :16]) * plain[:, 16:]
+    torch.testing.assert_close(packed.linear(x, activation="silu"), gated, rtol=1e-4, atol=1e-4)
+
+
+def test_concatenated_weights() -> None:
+    parts = [make_weight(weights()[name], 32) for name in ("int4", "dense")]
+    weight, x = ConcatenatedWeight(tuple(parts)), torch.randn(3, COLUMNS).bfloat16()
+    expected = [part.linear(x) for part in parts]
+    assert torch.equal(weight.linear(x), torch.cat(expected, dim=1))
+    assert all(map(torch.equal, weight.split_linear(x, [ROWS, ROWS]), expected))
+    with pytest.raises(ValueError, match=r"sizes must be those of the parts, \[6, 6\], got \[5, 7\]"):
+        weight.split_linear(x, [5, 7])
+    with pytest.raises(ValueError, match="supports neither activation nor residual, got residual"):
+        weight.linear(x, residual=torch.zeros(3, 2 * ROWS).bfloat16())
 
 
 def test_only_equal_forms_fit() -> None:
