@@ -58,7 +58,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "sinks": attention_with_sinks,
     "nf4": lambda: runpy.run_path(rounding.__file__)["NF4_TABLE"],
     "gptq": lambda: quantized(quantize_gptq, random(48, 128)),
-    "awq scales": lambda: quantized(search_scales, random(48, 128) * torch.nan),
+    "awq scales": lambda: quantized(search_scales, random(48, 128)),
     "awq clipping": lambda: quantized(search_clipping, random(48, 128)),
     "gguf": read_dense_rows,
     "draft vocabulary": lambda: spread(random(3, 5), torch.tensor([4, 0, 9, 2, 3]), 12),

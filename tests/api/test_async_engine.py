@@ -338,6 +338,29 @@ def test_a_full_queue_refuses_and_recovers() -> None:
     run(main())
 
 
+def test_it_says_that_it_is_full() -> None:
+    """By the number of requests, those included that are still being checked, or by that of their tokens."""
+
+    async def main() -> None:
+        async with toy_async_engine(max_num_waiting=3, max_num_waiting_tokens=10) as engine:
+            await engine.pause()
+            streams = [engine.generate([7], GREEDY) for _ in range(2)]
+            assert not engine.is_full
+            streams.append(engine.generate([7], GREEDY))
+            assert engine.is_full
+            await engine.resume()
+            await asyncio.gather(*map(read, streams))
+            for length in (9, 10):
+                await engine.pause()
+                stream = engine.generate([7] * length, GREEDY)
+                await stream.accepted()
+                assert engine.is_full == (length == 10)
+                await engine.resume()
+                await read(stream)
+
+    run(main())
+
+
 def test_a_refusal_by_the_engine_itself_reaches_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the check and the adding, preemptions can fill the queue."""
 
@@ -507,6 +530,50 @@ def test_embeddings_and_pinned_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
             engine._engine.model.fail = True  # type: ignore[attr-defined]
             with pytest.raises(RuntimeError, match="'system' was not computed: RuntimeError: the model broke"):
                 await engine.pin_prompt("system", "z" * 20)
+
+    run(main())
+
+
+def test_a_pinned_prompt_that_is_aborted_was_not_computed() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            await engine.pause()
+            pinning = asyncio.create_task(engine.pin_prompt("system", [1] * 20))
+            await until(lambda: engine.stats().num_waiting)
+            await engine.shutdown()
+            with pytest.raises(RuntimeError, match=r"^pinned prompt 'system' was not computed: abort$"):
+                await pinning
+
+    run(main())
+
+
+def test_a_reset_of_the_prefix_cache_shows_in_the_statistics() -> None:
+    async def main() -> None:
+        async with toy_async_engine(block_size=4) as engine:
+            await read(engine.generate([1] * 20, GREEDY))
+            assert engine.stats().num_cached_blocks
+            await engine.reset_prefix_cache()
+            assert engine.stats().num_cached_blocks == 0
+
+    run(main())
+
+
+def test_adapters_are_read_beside_the_steps_and_change_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        threads = {}
+
+        def note(name: str) -> Any:
+            return lambda *args, **options: threads.setdefault(name, threading.current_thread())
+
+        async with toy_async_engine() as engine:
+            own = await asyncio.wrap_future(engine._thread.submit(threading.current_thread))
+            for name in ("read_adapter", "load_adapter", "register_adapter", "unload_adapter"):
+                monkeypatch.setattr(engine._engine, name, note(name))
+            await engine.load_adapter("a", "folder")
+            await engine.register_adapter("b", "folder")
+            await engine.unload_adapter("a")
+            assert threads.pop("read_adapter") not in (own, threading.current_thread())
+            assert threads == dict.fromkeys(("load_adapter", "register_adapter", "unload_adapter"), own)
 
     run(main())
 

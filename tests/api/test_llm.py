@@ -1,5 +1,6 @@
 """The Python API on the default model, computed in fp32."""
 
+import dataclasses
 import gc
 import re
 import threading
@@ -14,7 +15,7 @@ from support.kv_files import wait_for_files
 from support.tiny_folder import write_tiny_folder
 
 import fastinfer
-from fastinfer import LLM, RequestError, RequestOutput, SamplingParams, models
+from fastinfer import LLM, RequestError, RequestOutput, RequestOutputKind, SamplingParams, models
 from fastinfer.engine import kv_cache_size
 from fastinfer.errors import ModelNotFoundError
 from fastinfer.utils import device
@@ -130,12 +131,22 @@ def test_a_prompt_that_cannot_be_served_stops_everything_before_it_runs(llm: LLM
     assert not llm.engine.has_unfinished
 
 
+def test_finished_outputs_have_the_whole_text(llm: LLM) -> None:
+    for kind in RequestOutputKind:
+        params = greedy(5, output_kind=kind)
+        [output], answer = llm.generate(PROMPTS[0], params), llm.chat(MESSAGES, params)
+        for finished in (output, answer):
+            assert len(finished.outputs[0].token_ids) == 5
+            assert finished.outputs[0].text == llm.tokenizer.decode(finished.outputs[0].token_ids)
+
+
 def test_params_per_prompt(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS[:3], [greedy(1), greedy(5), greedy(3)])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
-    with pytest.raises(RequestError, match="params must be one or 3, as many as prompts, got 2"):
-        llm.generate(PROMPTS[:3], [greedy(), greedy()])
+    for count in (2, 4):
+        with pytest.raises(RequestError, match=f"params must be one or 3, as many as prompts, got {count}"):
+            llm.generate(PROMPTS[:3], [greedy()] * count)
     with pytest.raises(RequestError, match="params must be SamplingParams, got dict"):
         llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
 
@@ -386,6 +397,10 @@ def test_module_function_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "Paris" in first
     monkeypatch.setattr("fastinfer.llm.load_model", None)  # a second load would fail
     assert fastinfer.generate("The capital of France is", max_tokens=8, temperature=0.0) == first
+    loaded = fastinfer.llm._loaded(fastinfer.hub.DEFAULT_MODEL)
+    params = dataclasses.replace(loaded.default_params, seed=1, max_tokens=30)
+    assert params.temperature < 1
+    assert fastinfer.generate("Once", seed=1, max_tokens=30) == loaded.generate("Once", params)[0].outputs[0].text
 
 
 def test_lazy_exports() -> None:

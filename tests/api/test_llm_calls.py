@@ -33,6 +33,7 @@ from fastinfer import (
     StructuredOutputsParams,
     UnavailableError,
 )
+from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.models.offload import tensors_of
 
@@ -156,6 +157,20 @@ def test_a_failing_request_gives_no_score(llm: LLM, monkeypatch: pytest.MonkeyPa
         patch.setattr(GenerationRequest, "_add_prompt_logprobs", broken)
         with pytest.raises(RuntimeError, match="the request failed: ValueError: no logits"):
             llm.score("Some text")
+
+
+def test_a_failing_request_ends_in_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise ValueError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockManager, "end_step", broken)
+        with pytest.raises(RuntimeError, match=r"^the request failed: ValueError: broken$"):
+            list(llm.stream("Some text", greedy()))
+        with pytest.raises(RuntimeError, match=r"^the request failed: ValueError: broken$"):
+            llm.pin_prompt("broken", "Some text")
+    llm.pin_prompt("broken", "Some text")
+    llm.unpin_prompt("broken")
 
 
 def test_several_completions(llm: LLM) -> None:
@@ -399,7 +414,8 @@ def test_sleeping_waits_for_no_other_thread(llm: LLM) -> None:
     next(stream)
     with pytest.raises(RequestError, match="sleep needs an engine without unfinished requests, got 1"):
         llm.sleep()
-    stream.close()
+    with llm._shared.lock:
+        stream.close()  # as the garbage collector may do in a step; its request is still there
     llm.sleep()
     llm.wake_up()
     assert llm.generate("A", greedy(3))[0].outputs[0].token_ids

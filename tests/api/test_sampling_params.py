@@ -42,6 +42,13 @@ def test_ranges(field: str, refused: list[Any], accepted: list[Any]) -> None:
             SamplingParams(**{field: value})
 
 
+@pytest.mark.parametrize(("max_tokens", "limit"), [(7, 7), (None, 2**31 - 1)])
+def test_no_more_tokens_are_demanded_than_allowed(max_tokens: int | None, limit: int) -> None:
+    assert SamplingParams(max_tokens=max_tokens, min_tokens=limit).min_tokens == limit
+    with pytest.raises(RequestError, match=rf"^min_tokens must be an integer in 0..{limit}, got {limit + 1}$"):
+        SamplingParams(max_tokens=max_tokens, min_tokens=limit + 1)
+
+
 @pytest.mark.parametrize("field", ["stop_token_ids", "kept_special_tokens", "allowed_token_ids"])
 def test_arrays_are_refused_with_the_name_of_the_field(field: str) -> None:
     for ids in (np.array([1, 2]), np.array([])):

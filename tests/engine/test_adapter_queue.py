@@ -130,6 +130,7 @@ def test_more_adapters_than_slots(
     assert tokens(outputs, ids) == [expected[name] for name in names]
     assert engine.stats().num_adapter_loads >= 5
     assert len(engine.adapters._in_memory) <= max_cpu_loras
+    assert not engine.requests.awaiting_adapter._groups, "each step would look through them"
 
 
 ACTIONS = ["add"] * 4 + ["step"] * 8 + ["abort", "unload"]
@@ -245,6 +246,19 @@ def test_a_request_without_a_slot_is_overtaken_only_so_often(folders: dict[str, 
     assert len(names_in_slots(engine)) == 2
 
 
+def test_as_many_overtake_as_may_run(folders: dict[str, Path]) -> None:
+    engine = make_engine(max_loras=1, max_cpu_loras=9, max_num_seqs=3)
+    for name in "ab":
+        engine.load_adapter(name, folders[name])
+    names = {engine.add_request(PROMPT, PARAMS, adapter="a"): "a"}
+    engine.step()
+    names |= {engine.add_request(PROMPT, PARAMS, adapter=name): name for name in "baaaaaa"}
+    order = []
+    while engine.has_unfinished:
+        order += [names[output.request_id] for output in engine.step() if output.finished]
+    assert "".join(order) == "aaaabaaa", "three of the later ones have come first"
+
+
 def test_priority_decides_who_gets_a_slot(folders: dict[str, Path]) -> None:
     engine = make_engine(max_loras=1, max_cpu_loras=9)
     for name in "abc":
@@ -257,6 +271,20 @@ def test_priority_decides_who_gets_a_slot(folders: dict[str, Path]) -> None:
     while engine.has_unfinished:
         order += [names[output.request_id] for output in engine.step() if output.finished]
     assert order == ["c", "a", "b"]
+
+
+def test_the_most_urgent_request_decides_for_its_adapter(folders: dict[str, Path]) -> None:
+    engine = make_engine(max_loras=1, max_cpu_loras=9)
+    for name in "abc":
+        engine.load_adapter(name, folders[name])
+    names = {engine.add_request(PROMPT, PARAMS, adapter="a"): "a"}
+    engine.step()
+    for name, priority in (("b", 2), ("c", 1), ("b", 0)):
+        names[engine.add_request(PROMPT, PARAMS, adapter=name, priority=priority)] = name
+    order = []
+    while engine.has_unfinished:
+        order += [names[output.request_id] for output in engine.step() if output.finished]
+    assert order == ["a", "b", "b", "c"]
 
 
 def test_an_adapter_that_cannot_be_read_ends_its_requests_alone(

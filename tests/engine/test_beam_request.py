@@ -295,8 +295,9 @@ def test_beams_never_take_more_places_than_there_are(seed: int) -> None:
         for output in engine.step():
             if output.request_id in searches:
                 tokens = [completion.token_ids for completion in output.outputs]
-                assert tokens == search(searches[output.request_id], 3, 12, 1.0, None)
+                assert tokens == search(searches.pop(output.request_id), 3, 12, 1.0, None)
         check_blocks(engine)
+    assert not searches
 
 
 def test_nothing_is_guessed_for_beams() -> None:

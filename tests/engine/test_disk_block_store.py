@@ -318,6 +318,21 @@ def test_a_queue_that_is_full_drops_blocks(tmp_path: Path, monkeypatch: pytest.M
     wait_for_files(store)
     assert store.num_dropped == 2
     assert [check(store, number) for number in range(5)] == [True] * 3 + [False] * 2
+    may_end.clear()
+    for number in range(5, 8):  # there is room again
+        store.put(content(number), Slow([payload(number)]))
+    may_end.set()
+    wait_for_files(store)
+    assert all(check(store, number) for number in range(5, 8))
+    assert store.num_dropped == 2
+
+
+def test_a_block_that_is_larger_than_the_queue_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_block_store, "MAX_QUEUED_BYTES", BLOCK_BYTES - 1)
+    store = make(tmp_path)
+    fill(store, 2)
+    assert all(check(store, number) for number in range(2))
+    assert store.num_dropped == 0
 
 
 def test_a_block_that_waits_to_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,5 +376,6 @@ def test_a_fault_while_a_request_is_added(error: type[BaseException], alone: dic
 
     tracer = Tracer()
     run(tracer)
+    assert len(tracer.seen) > 30
     for line in share(sorted(tracer.seen), 2):
         run(Tracer(line, 1, error))

@@ -208,6 +208,11 @@ def test_an_image_that_one_step_must_compute(tmp_path: Path) -> None:
         RequestError, match="max_num_batched_tokens must be at least 24 for images of 16 tokens beside 8"
     ):
         load(tmp_path, max_num_batched_tokens=23).chat(CHATS[0])
+    # A quarter of a step is reserved for prompts, however many sequences there may be.
+    reserved = {"max_num_seqs": 60, "max_model_len": 256}
+    load(tmp_path, max_num_batched_tokens=64, **reserved).chat(CHATS[0], replace(PARAMS, max_tokens=1))
+    with pytest.raises(RequestError, match="at least 76 for images of 16 tokens beside 60 generated ones, got 63"):
+        load(tmp_path, max_num_batched_tokens=63, **reserved).chat(CHATS[0])
     with pytest.raises(RequestError, match="this model's images need an engine without kv_offloading_size"):
         load(tmp_path, kv_offloading_size=0.1).chat(CHATS[0])
     llm = load(tmp_path, max_num_batched_tokens=24)

@@ -1,11 +1,33 @@
-"""The limits on what may wait."""
+"""The limits on what may wait, and the ids of requests."""
 
 import pytest
 from support.toy import check_blocks, drain, greedy, toy_engine
 
-from fastinfer import QueueFullError, SamplingParams
+from fastinfer import QueueFullError, RequestError, SamplingParams
 
 LONG = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+def test_the_number_of_waiting_requests_is_limited() -> None:
+    engine = toy_engine(max_num_waiting=2)
+    for _ in range(2):
+        engine.add_request([1], LONG)
+    with pytest.raises(QueueFullError, match=r"^the queue is full: max_num_waiting=2 requests wait$"):
+        engine.add_request([1], LONG)
+    engine.step()
+    engine.add_request([1], LONG)
+
+
+def test_an_id_is_used_until_its_last_output_is_returned() -> None:
+    engine = toy_engine()
+    engine.add_request([1], LONG, request_id="x")
+    engine.requests.fail(engine.requests.active["x"], RuntimeError("broken"))
+    with pytest.raises(RequestError, match=r"^request_id must be new, got 'x', which is still running$"):
+        engine.add_request([1], LONG, request_id="x")
+    [output] = engine.step()
+    assert (output.request_id, output.outputs[0].finish_reason) == ("x", "error")
+    engine.add_request([1], LONG, request_id="x")
+    assert len(drain(engine)["x"].outputs[0].token_ids) == 20
 
 
 def test_waiting_tokens_are_limited() -> None:

@@ -144,6 +144,19 @@ def test_nobody_takes_the_place_of_one_that_was_preempted() -> None:
     assert (s.num_overtakings, s.block_manager.num_used) == (0, len(blocks_of(a)))
 
 
+def test_nobody_is_admitted_in_the_step_of_a_preemption() -> None:
+    s = scheduler(num_blocks=6)
+    a, b, short = sequence("a", 4), sequence("b", 12), sequence("short", 1)
+    s.add(a)
+    s.add(b)
+    run(s.schedule())
+    for _ in range(4):
+        assert run(s.schedule()) == {"a": 1, "b": 1}
+    s.add(short)
+    assert run(s.schedule()) == {"a": 1}
+    assert (s.waiting, s.num_preemptions) == ([b, short], 1)
+
+
 def test_the_newest_is_preempted_and_waits_at_the_front() -> None:
     s = scheduler(num_blocks=4)
     a, b, c = sequence("a", 4), sequence("b", 4), sequence("c", 4)
@@ -198,6 +211,19 @@ def test_a_prompt_goes_on_in_the_room_of_one_that_gave_way(steps: int) -> None:
     assert (s.running, s.waiting, s.num_preemptions) == ([prompt], [later], 1)
 
 
+def test_a_prompt_leaves_a_block_to_each_other_sequence() -> None:
+    pools = [BlockPool(100), BlockPool(9, window=8)]
+    s = Scheduler(BlockManager(pools, 4, enable_prefix_caching=False), max_num_seqs=8, max_num_batched_tokens=64)
+    for name in "ab":
+        s.add(sequence(name, 4))
+    run(s.schedule())
+    s.add(sequence("prompt", 50))
+    assert run(s.schedule()) == {"a": 1, "b": 1, "prompt": 12}  # of 20 that would have room
+    for _ in range(4):
+        assert run(s.schedule()) == {"a": 1, "b": 1}
+    assert (s.num_preemptions, pools[1].num_available) == (0, 0)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_finish_frees_whatever_the_state_and_only_once(steps: int) -> None:
     s = scheduler(budget=4)
@@ -245,6 +271,17 @@ def test_an_urgent_prompt_does_not_hold_up_decodes() -> None:
     s.add(urgent)
     assert run(s.schedule()) == {"a": 1, "urgent": 7}
     assert run(s.schedule()) == {"a": 1, "urgent": 7}
+
+
+def test_the_most_urgent_sequences_take_turns_among_themselves() -> None:
+    s = scheduler(budget=64)
+    for name, priority in (("a", 0), ("first", -1), ("b", 0), ("second", -1)):
+        s.add(sequence(name, 3, priority))
+    run(s.schedule())
+    s.max_num_batched_tokens = 1
+    assert [list(run(s.schedule())) for _ in range(4)] == [["first"], ["second"]] * 2
+    s.max_num_batched_tokens = 3
+    assert [list(run(s.schedule())) for _ in range(2)] == [["first", "second", "a"], ["first", "second", "b"]]
 
 
 def test_who_runs_is_kept_in_order() -> None:

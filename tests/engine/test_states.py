@@ -172,6 +172,18 @@ def test_a_snapshot_is_outdated_once_its_text_goes_on_and_no_more_once_another_d
         assert complete(engine, [*text, 5, other]) == 24
 
 
+def test_the_newest_outdated_snapshots_stay_for_the_same_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = state_engine(monkeypatch, 16, max_num_seqs=1)
+    for other in range(12):
+        complete(engine, [20 + other] * 9)
+    complete(engine, STEM[:9])
+    assert complete(engine, [*STEM[:9], *greedy(STEM[:9], 1, stop_at_eos=False), 1, 2, 3]) == 8
+    for other in range(12, 16):  # they take the slots of older prompts
+        complete(engine, [20 + other] * 9)
+    assert complete(engine, [20] * 9) == 0
+    assert complete(engine, STEM[:9]) == 8
+
+
 def test_a_snapshot_without_its_blocks_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = state_engine(monkeypatch, 8)
     complete(engine, STEM)

@@ -1,6 +1,7 @@
 """Rows of unpacked weights picked, reordered and concatenated."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concate
 from fastinfer.quantize.rounding import NF4_TABLE
 from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.pack import make_weight
-from fastinfer.weights.weight import DenseWeight, LutWeight
+from fastinfer.weights.weight import ConcatenatedWeight, DenseWeight, LutWeight
 
 ROWS, COLUMNS, GROUPS = 6, 64, 2
 
@@ -79,6 +80,42 @@ def test_permuted_columns() -> None:
     assert torch.equal(weight[0, order], q[0].float())
 
 
+def test_products_with_permuted_columns() -> None:
+    """A fused norm has its weights in the order of the inputs."""
+    weight = weights()["int4 permuted"]
+    assert isinstance(weight, Int4)
+    expected, packed = weight.dequantize(), make_weight(weight, 32)
+    assert torch.equal(packed.rows(None, torch.float32), expected)
+    ids = torch.tensor([4, 1])
+    assert torch.equal(packed.rows(ids, torch.float32), expected[ids])
+    x, norm_weight = torch.randn(3, COLUMNS), torch.rand(COLUMNS)
+    torch.testing.assert_close(packed.linear(x), x @ expected.T)
+    normed = torch.nn.functional.rms_norm(x, (COLUMNS,), norm_weight, 1e-6)
+    torch.testing.assert_close(packed.linear(x, norm_weight=norm_weight, eps=1e-6), normed @ expected.T)
+
+
+def test_products_of_int8_inputs_have_an_activation_and_a_residual() -> None:
+    q, scales = torch.randint(-128, 128, (32, COLUMNS)).to(torch.int8), torch.rand(32, 1).half() / 100
+    packed = make_weight(Int8(q, scales, int8_activations=True), 8)
+    x, residual = torch.randn(3, COLUMNS), torch.randn(3, 32)
+    plain = packed.linear(x)
+    torch.testing.assert_close(packed.linear(x, residual=residual), plain + residual)
+    gated = torch.nn.functional.silu(plain[:, :16]) * plain[:, 16:]
+    torch.testing.assert_close(packed.linear(x, activation="silu"), gated, rtol=1e-4, atol=1e-4)
+
+
+def test_concatenated_weights() -> None:
+    parts = [make_weight(weights()[name], 32) for name in ("int4", "dense")]
+    weight, x = ConcatenatedWeight(tuple(parts)), torch.randn(3, COLUMNS).bfloat16()
+    expected = [part.linear(x) for part in parts]
+    assert torch.equal(weight.linear(x), torch.cat(expected, dim=1))
+    assert all(map(torch.equal, weight.split_linear(x, [ROWS, ROWS]), expected))
+    with pytest.raises(ValueError, match=r"sizes must be those of the parts, \[6, 6\], got \[5, 7\]"):
+        weight.split_linear(x, [5, 7])
+    with pytest.raises(ValueError, match="supports neither activation nor residual, got residual"):
+        weight.linear(x, residual=torch.zeros(3, 2 * ROWS).bfloat16())
+
+
 def test_only_equal_forms_fit() -> None:
     forms = weights()
     for name, weight in forms.items():
@@ -108,6 +145,16 @@ def test_forms_that_become_one() -> None:
             assert torch.equal(weight.dequantize(), part.dequantize())
     for name in ("dense", "int4 permuted", "w8a8", "table"):
         assert in_one_form([forms["int4"], forms[name]]) is None
+
+
+def test_values_of_a_mapped_file_are_copied(tmp_path: Path) -> None:
+    """If the file was cut later, reading them would end the process."""
+    (tmp_path / "values").write_bytes(bytes(4 * ROWS * COLUMNS))
+    values = torch.from_file(str(tmp_path / "values"), shared=True, size=ROWS * COLUMNS).view(ROWS, COLUMNS)
+    weight = make_weight(Dense(values), 32)
+    assert isinstance(weight, DenseWeight)
+    values.fill_(1.0)
+    assert not weight.values.any()
 
 
 def test_inputs_are_rounded_where_the_table_is_int8() -> None:

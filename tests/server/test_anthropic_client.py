@@ -14,6 +14,8 @@ from support.scripted import scripted_engine
 from support.toy import ToyTokenizer, greedy
 from support.toy_server import toy_server
 
+from fastinfer.server.protocol.messages import MessagesRequest
+
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 PROMPT = ToyTokenizer().encode("hello,")
 PLAIN = {"model": "toy", "messages": MESSAGES, "max_tokens": 3, "temperature": 0}
@@ -108,6 +110,52 @@ def test_prompts(url: str) -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     text = f"hello,{call},The result of the call of f is:\nsunny\n\nPlease answer with this.,and,"
     assert tokens(messages=conversation) == len(ToyTokenizer().encode(text))
+
+
+def test_a_request_becomes_a_chat() -> None:
+    called = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
+    conversation = [
+        *MESSAGES,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "so"}, called]},
+        {"role": "user", "content": [{"type": "text", "text": "and"}, result]},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+    ]
+    tools = [{"name": "f", "description": "it", "input_schema": {"type": "object"}, "strict": True}]
+    fields = {
+        "tools": tools,
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "thinking": {"type": "disabled"},
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 3,
+        "stop_sequences": ["x"],
+        "stream": True,
+    }
+    chat = MessagesRequest.model_validate({**PLAIN, "messages": conversation, "system": "be", **fields}).as_chat()
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert [message.for_template() for message in chat.messages] == [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "a"},
+        {"role": "user", "content": "and"},
+    ]
+    assert chat.continue_final_message is None
+    assert [tool.function.model_dump() for tool in chat.tools or ()] == [
+        {"name": "f", "description": "it", "parameters": {"type": "object"}, "strict": True}
+    ]
+    assert (chat.tool_choice, chat.parallel_tool_calls) == ("required", False)
+    assert chat.chat_template_kwargs == {"enable_thinking": False}
+    assert (chat.temperature, chat.top_p, chat.top_k, chat.max_tokens, chat.stop) == (0.5, 0.25, 3, 3, ["x"])
+    assert chat.stream_options is not None
+    assert chat.stream_options.include_usage
+    begun = MessagesRequest.model_validate(
+        {**PLAIN, "messages": [*MESSAGES, {"role": "assistant", "content": "well"}], "thinking": {"type": "adaptive"}}
+    ).as_chat()
+    assert begun.continue_final_message
+    assert begun.chat_template_kwargs == {"enable_thinking": True}
+    assert begun.stream_options is None
 
 
 def test_a_result_that_is_an_error_says_so(url: str) -> None:

@@ -73,6 +73,7 @@ def test_chats(options: dict[str, Any]) -> None:
         answer = await client.post("/v1/chat/completions", json={**body, "stream": True})
         chunks = data_of(answer)
         assert chunks.pop() == "[DONE]"
+        assert chunks
         for chunk in chunks:
             check(ChatCompletionChunk, chunk, CHUNK)
             for choice in json.loads(chunk)["choices"]:
@@ -122,6 +123,7 @@ def test_completions(options: dict[str, Any]) -> None:
         body = {"model": "toy", "prompt": "hello", "max_tokens": 6, "temperature": 0, **OPEN, **options}
         frames = data_of(await client.post("/v1/completions", json={**body, "stream": True}))
         assert frames.pop() == "[DONE]"
+        assert frames
         for frame in frames:
             check_completion(frame)
         body.pop("stream_options", None)
@@ -148,6 +150,7 @@ def test_responses(options: dict[str, Any]) -> None:
         answer = await client.post("/v1/responses", json=body)
         check(Response, answer.content, RESPONSE)
         frames = data_of(await client.post("/v1/responses", json={**body, "stream": True}))
+        assert frames
         for number, frame in enumerate(frames):
             assert check(ResponseStreamEvent, frame, RESPONSE).sequence_number == number
         count = await client.post("/v1/responses/input_tokens", json={"model": "toy", "input": "hello"})
@@ -162,7 +165,9 @@ def test_messages(options: dict[str, Any]) -> None:
         body = {**CHAT, **options}
         answer = await client.post("/v1/messages", json=body)
         check(anthropic.types.Message, answer.content)
-        for frame in data_of(await client.post("/v1/messages", json={**body, "stream": True})):
+        frames = data_of(await client.post("/v1/messages", json={**body, "stream": True}))
+        assert frames
+        for frame in frames:
             if frame != '{"type":"ping"}':  # the package drops it before its models
                 check(anthropic.types.RawMessageStreamEvent, frame)
         count = await client.post("/v1/messages/count_tokens", json={"model": "toy", "messages": MESSAGES})

@@ -12,7 +12,7 @@ from support.toy import ToyTokenizer, greedy
 from support.toy_server import toy_client
 
 from fastinfer.sampling_params import MAX_ALLOWED_TOKEN_IDS
-from fastinfer.server.protocol.chat import ChatRequest
+from fastinfer.server.protocol.chat import ChatRequest, Tool, conversation
 from fastinfer.server.protocol.completions import CompletionRequest
 from fastinfer.server.protocol.embeddings import EmbeddingRequest, ScoreRequest
 from fastinfer.server.protocol.messages import MessagesRequest
@@ -116,6 +116,9 @@ REFUSED_BY_CHATS: list[tuple[Any, ...]] = [
     ("moderation", {"model": "x"}),
     ("chat_template", "{{ messages }}"),
     ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", {"tools": []}),
+    ("chat_template_kwargs", {"documents": []}),
+    ("chat_template_kwargs", {"add_generation_prompt": False}),
     ("thinking_token_budget", 0),
     ("echo", True),
     ("prompt_cache_retention", "24h"),
@@ -194,6 +197,7 @@ REFUSED_BY_NAME: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, structured(structural_tag={}), "structured_outputs.structural_tag"),
     (CHAT, structured(structural_tag=TAGS), "structured_outputs.structural_tag"),
     (CHAT, {**form(type="text"), **structured(json=NONSENSE)}, "structured_outputs.json"),
+    (CHAT, {**form(type="json_object"), **structured(regex="a")}, "structured_outputs"),
     (CHAT, CHOICE, "tool_choice.function"),
     (CHAT, {**CHOICE, "tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.type"),
     (CHAT, {**CHOICE, "tool_choice": 5}, "tool_choice"),
@@ -283,6 +287,46 @@ def test_what_clients_send_back_is_taken(turns: list[dict[str, Any]]) -> None:
     assert status == 200, answer
 
 
+def test_what_the_template_gets_of_messages() -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": "", "parsed_arguments": {}}, "index": 0}
+    messages = conversation(
+        [
+            {"role": "developer", "content": "be"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "so"},
+            {"role": "tool", "tool_call_id": "a", "content": "c"},
+            {"role": "function", "name": "f", "content": "d"},
+            {"role": "assistant", "reasoning": "so", "reasoning_content": "other"},
+            {"role": "assistant", "content": "e", "reasoning_content": "so"},
+            {"role": "assistant", "reasoning": "so"},
+        ]
+    )
+    called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert [message.for_template() for message in messages] == [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "a\nb", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [called], "reasoning_content": "so"},
+        {"role": "tool", "content": "c", "tool_call_id": "a"},
+        {"role": "function", "content": "d", "name": "f"},
+        {"role": "assistant", "content": "", "reasoning_content": "so"},
+        {"role": "assistant", "content": "e", "reasoning_content": "so"},
+        {"role": "assistant", "content": "", "reasoning_content": "so"},
+    ]
+
+
+def test_what_the_template_gets_of_tools() -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "strict": True}})
+    empty = {"type": "object", "properties": {}}
+    assert tool.for_model() == {"type": "function", "function": {"name": "f", "parameters": empty}}
+    assert tool.for_model(with_strict=True) == {"type": "function", "function": {"name": "f", "strict": True}}
+
+
+def test_an_error_says_how_many_more_mistakes_there_are() -> None:
+    for fields, end in (({"a": 1}, "request"), ({"a": 1, "b": 2, "n": "x"}, "(and 2 more mistakes)")):
+        _, answer = post(TEXT, {"prompt": "hello", **fields})
+        assert answer["error"]["message"].endswith(end)
+
+
 REFUSED_BY_COMPLETIONS: list[tuple[Any, ...]] = [
     ("prompt", None),
     ("prompt", []),
@@ -350,6 +394,15 @@ def test_what_changes_the_tokens() -> None:
     assert len(generated("hello", max_tokens=30, min_tokens=30)) == 30
 
 
+def test_each_seed_gives_its_own_text() -> None:
+    """The engine has no negative seeds; those of the interface have 64 bits."""
+    seeds = (-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 1)
+    texts = {seed: generated("hello", temperature=2, ignore_eos=True, seed=seed) for seed in seeds}
+    assert texts[-1] != texts[1]
+    assert texts[-(2**63) + 1] != texts[-1]
+    assert generated("hello", temperature=2, ignore_eos=True, seed=-1) == texts[-1]
+
+
 def test_a_stop_string_ends_the_text() -> None:
     body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": 40}
     _, whole = post(TEXT, body)
@@ -387,6 +440,9 @@ def test_only_json_is_taken() -> None:
             for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
                 answer = await client.post(CHAT, content="{}", headers={"content-type": kind})
                 assert answer.status_code == 415
+            for kind in ("application/problem+json", "Application/JSON; charset=utf-8"):
+                answer = await client.post(CHAT, content="{}", headers={"content-type": kind})
+                assert answer.status_code == 400
             # A page can send a body without a type, too.
             answer = await client.post(CHAT, content="{}")
             assert answer.status_code == 415

@@ -1,10 +1,14 @@
 """A page of the web whose name points to this machine must not reach a server without keys."""
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 from support.toy_server import toy_client
+
+from fastinfer.server.config import HttpConfig
+from fastinfer.server.host_check import needs_host_check
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,18 @@ def test_other_spellings_of_this_machine(host: str) -> None:
                 assert (await client.get("/v1/models", headers={"Host": name})).status_code == status
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [(["127.0.0.1", "::1"], True), (["127.0.0.1", "10.0.0.1"], False), (["fe80::1%eth0", "::1"], False)],
+)
+def test_a_name_with_one_public_address_is_public(
+    addresses: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: found)
+    assert needs_host_check(HttpConfig(host="machine")) is expected
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,17 @@ def test_bodies() -> None:
     async def main() -> None:
         async with toy_client(max_body_bytes=1000) as client:
 
-            async def chunks() -> AsyncIterator[bytes]:
-                for _ in range(11):
+            async def chunks(count: int) -> AsyncIterator[bytes]:
+                for _ in range(count):
                     yield b" " * 100
 
             announced = await client.post("/v1/completions", content=b" " * 1001, headers=JSON)
-            unannounced = await client.post("/v1/completions", content=chunks(), headers=JSON)
+            unannounced = await client.post("/v1/completions", content=chunks(11), headers=JSON)
             for answer in (announced, unannounced):
                 assert answer.status_code == 413
                 assert answer.json()["error"]["code"] == "body_too_large"
-            assert (await client.post("/v1/completions", content=b" " * 1000, headers=JSON)).status_code == 400
+            for body in (b" " * 1000, chunks(10)):
+                assert (await client.post("/v1/completions", content=body, headers=JSON)).status_code == 400
             messages = await client.post("/v1/messages", content=b" " * 1001, headers=JSON)
             assert messages.json() == {
                 "type": "error",
@@ -74,6 +75,12 @@ def test_many_small_headers() -> None:
             assert (await client.get("/health?" + "a" * 60_000)).status_code == 200
             headers = {"x": "a" * 10_000}
             assert (await client.get("/health?" + "a" * 60_000, headers=headers)).status_code == 431
+        async with toy_client(max_header_bytes=1000) as client:
+            request = client.build_request("GET", "/health")
+            size = sum(len(name) + len(value) for name, value in request.headers.raw)
+            for length, status in ((1000, 200), (1001, 431)):
+                headers = {"x": "a" * (length - size - 1)}
+                assert (await client.get("/health", headers=headers)).status_code == status
 
     asyncio.run(main())
 

@@ -16,6 +16,7 @@ from support.toy import ToyTokenizer, greedy
 from support.toy_server import GatedModel, toy_server
 
 from fastinfer.server.chat_run import ChatRun
+from fastinfer.server.protocol.responses import ResponsesRequest
 
 PROMPT = ToyTokenizer().encode("hello,")
 PLAIN = {"model": "toy", "input": "hello", "max_output_tokens": 3, "temperature": 0}
@@ -95,6 +96,50 @@ def test_prompts(url: str) -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     text = f"you,hello,well\n{call},The result of the call of f is:\nsunny\n\nPlease answer with this.,"
     assert tokens(items) == len(ToyTokenizer().encode(text))
+
+
+def test_a_request_becomes_a_chat() -> None:
+    items = [
+        {"role": "user", "content": "hello"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "so"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "well"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "b", "name": "g", "arguments": '{"x": 1}'},
+        {"type": "function_call_output", "call_id": "a", "output": "sunny", "name": "f"},
+        {"type": "reasoning", "id": "rs_2", "summary": []},
+        {"role": "user", "content": "and"},
+    ]
+    schema = {"type": "object"}
+    fields = {
+        "instructions": "be",
+        "tools": [{"type": "function", "name": "f", "description": "it", "parameters": schema, "strict": True}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "low"},
+        "top_p": 0.25,
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+    }
+    chat = ResponsesRequest.model_validate({**PLAIN, "input": items, **fields}).as_chat()
+    calls = [
+        {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for key, name, arguments in (("a", "f", {}), ("b", "g", {"x": 1}))
+    ]
+    assert [message.for_template() for message in chat.messages] == [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "well", "reasoning_content": "so", "tool_calls": calls},
+        {"role": "tool", "content": "sunny", "tool_call_id": "a", "name": "f"},
+        {"role": "user", "content": "and"},
+    ]
+    assert [tool.function.model_dump() for tool in chat.tools or ()] == [
+        {"name": "f", "description": "it", "parameters": schema, "strict": True}
+    ]
+    assert chat.tool_choice is not None
+    assert chat.tool_choice.function.name == "f"
+    assert (chat.parallel_tool_calls, chat.reasoning_effort) == (False, "low")
+    assert (chat.temperature, chat.top_p, chat.max_tokens) == (0, 0.25, 3)
+    assert chat.response_format is not None
+    assert chat.response_format.json_schema.schema_ == schema
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,7 @@ def test_a_stop_string_within_a_call_leaves_it_unfinished(stop: str, reason: str
             choice = await ask(client, tools=TOOLS, stop=stop)
             assert choice["finish_reason"] == reason
             assert len(choice["message"].get("tool_calls", [])) == num_calls
+            assert "<" not in (choice["message"]["content"] or "")
             body = {"model": "toy", "messages": USER, "max_tokens": 200, "tools": tools, "stop_sequences": [stop]}
             for stream in (False, True):
                 answer = await client.post("/v1/messages", json={**body, "stream": stream})

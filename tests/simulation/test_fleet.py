@@ -100,6 +100,27 @@ def test_a_queued_request_has_no_tokens_yet() -> None:
     assert len(replica.scheduler.waiting) + len(replica.scheduler.running) == LOOKAHEAD
 
 
+@pytest.mark.parametrize(
+    ("requests", "num_hits"),
+    [
+        ([(30, None, 0), (30, None, 0)], 0),  # what is no prefix is of the request alone
+        ([(30, "a", 22), (30, "a", 22)], 20),
+        ([(50, "a", 25), (50, "a", 25), (50, "a", 8)], 24 + 8),
+    ],
+)
+def test_requests_share_their_prefixes_alone(requests: list[tuple[int, str | None, int]], num_hits: int) -> None:
+    trace = [
+        TraceRequest(9.0 * number, prompt, 1, prefix, prefix_tokens)
+        for number, (prompt, prefix, prefix_tokens) in enumerate(requests)
+    ]
+    assert run(trace, costs()).replicas[0].block_manager.num_hit_tokens == num_hits
+
+
+def test_a_prefix_is_found_while_its_prompt_is_computed() -> None:
+    trace = [TraceRequest(0.0, 100, 1, "a", 40), TraceRequest(0.001, 60, 1, "a", 40)]
+    assert run(trace, costs()).replicas[0].block_manager.num_hit_tokens == 16  # the first step's
+
+
 def test_requests_that_arrive_together_share_the_first_step() -> None:
     records = run([TraceRequest(1.0, 4, 2), TraceRequest(1.0, 4, 2)], costs()).records
     assert records[0].first_token_s == records[1].first_token_s
@@ -130,7 +151,9 @@ def test_random_traces_lose_nothing(seed: int) -> None:
     num_blocks = rng.choice([math.ceil(200 / block_size) + 1, 400])
     file = costs(num_blocks, block_size, rng.choice([1, 3, 8]), rng.choice([2, 16, 64]), window=window)
     num_replicas = rng.choice([1, 2, 5])
-    simulation = simulate(trace, file, make_routing(rng.choice(ROUTINGS), num_replicas, 1.0))
+    routing = make_routing(rng.choice(ROUTINGS), num_replicas, 1.0)
+    simulation = simulate(trace, file, routing)
+    assert abs(routing.loads).max() < 1e-9
     assert sorted(record.request.arrival_s for record in simulation.records) == [r.arrival_s for r in trace]
     for record in simulation.records:
         assert record.request.arrival_s <= record.first_scheduled_s < record.first_token_s <= record.end_s
@@ -186,6 +209,8 @@ def test_the_summary_counts_what_happened() -> None:
     assert summary.seconds == pytest.approx(499, abs=1)
     assert summary.busy == pytest.approx(sum(r.busy_s for r in simulation.replicas) / (2 * summary.seconds))
     assert summary.load_skew == pytest.approx(2 / 1.5)
+    assert Summary.of(run(trace, costs(), 4)).load_skew == pytest.approx(1 / 0.75), "one replica has none"
+    assert (summary.queue_s.mean, summary.queue_s.p99) == (0.0, 0.0)
     ttfts = sorted(record.ttft_s for record in simulation.records)
     assert (summary.ttft_s.p50, summary.ttft_s.p99) == (ttfts[1], ttfts[2])
     assert summary.tpot_s.mean == pytest.approx(sum(r.tpot_s for r in simulation.records if r.tpot_s) / 2)

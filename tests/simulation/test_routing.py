@@ -51,6 +51,8 @@ def test_affinity_weighs_what_must_be_computed() -> None:
     assert routing.send(shared("a", 3072, 2048)) == (0, 2.0)
     assert routing.send(PLAIN)[1] == 1 + 100 / 1024
     assert routing.loads.sum() == 4 + 2 + 1 + 100 / 1024
+    assert routing.send(shared("a", 2048, 1024))[1] == 1 + 1
+    assert routing.send(shared("a", 3072, 2048))[1] == 2.0, "the shorter prefix has not replaced the longer one"
 
 
 def test_affinity_goes_to_the_longest_match() -> None:

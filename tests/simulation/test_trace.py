@@ -1,7 +1,9 @@
 """Trace files and generated traces."""
 
+import math
 import random
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ GOOD = '{"arrival_s": 0.5, "prompt_tokens": 30, "output_tokens": 4}'
 def test_a_trace_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     second = '{"arrival_s": 1, "prompt_tokens": 9, "output_tokens": 1, "prefix": "a", "prefix_tokens": 8}'
-    path.write_text(f"{GOOD}\n\n{second}\r\n")
+    path.write_text(f"{GOOD}\n\n \t\n{second}\r\n")
     assert read_trace(path, 100) == [TraceRequest(0.5, 30, 4), TraceRequest(1, 9, 1, "a", 8)]
 
 
@@ -75,6 +77,9 @@ def test_generated_traces_follow_their_distributions() -> None:
     assert statistics.median(prompts) == pytest.approx(128, rel=0.1)  # the geometric mean of 16 and 1024
     assert statistics.median(outputs) == pytest.approx(50, rel=0.05)
     assert max(outputs) <= 400
+    assert statistics.stdev(map(math.log, outputs)) == pytest.approx(0.5, rel=0.05)
+    rng = random.Random(4)
+    assert Counter(Lengths(1, 2).draw(rng) for _ in range(1000))[2] == pytest.approx(1000 * math.log(1.5, 3), rel=0.1)
 
 
 def test_the_seed_decides_the_trace() -> None:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import pytest
 from support.manual_clock import ManualClock
 
+from fastinfer.server.cache.memory import MemoryStore
+from fastinfer.server.cache.policy import CacheUse
+from fastinfer.server.cache.response_cache import Question, ResponseCache
 from fastinfer.server.cache.semantic import SemanticCache
 
 
@@ -68,6 +71,36 @@ def test_limits_of_number_and_age() -> None:
         clock.now = 10.0
         assert await cache.get("s", "0") is None
         assert await cache.get("s", "180") == b"c"
+
+    asyncio.run(main())
+
+
+def test_nothing_is_embedded_for_a_scope_without_entries() -> None:
+    async def main() -> None:
+        texts = []
+
+        async def embed(text: str) -> Sequence[float]:
+            texts.append(text)
+            return await angle(text)
+
+        clock = ManualClock(0.0)
+        cache = SemanticCache(embed, ttl_s=10, clock=clock)
+        assert await cache.get("s", "1") is None
+        await cache.put("s", "2", b"two")
+        clock.now = 10.0
+        assert await cache.get("s", "3") is None
+        assert texts == ["2"]
+
+    asyncio.run(main())
+
+
+def test_a_similar_question_has_its_own_number_of_tokens() -> None:
+    async def main() -> None:
+        cache, use = ResponseCache(MemoryStore(1000, 10.0), SemanticCache(angle)), CacheUse(read=True, write=True)
+        await cache.semantic.put("s", "0", b'[{"prompt_tokens": 2, "cached_tokens": 0, "completions": []}]')
+        turn = await cache.begin("key", use, [[1, 2, 3, 4]], Question("s", "1"))
+        assert turn.is_similar
+        assert [output.prompt_token_ids for output in turn.outputs] == [[1, 2, 3, 4]]
 
     asyncio.run(main())
 

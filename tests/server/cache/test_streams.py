@@ -113,6 +113,23 @@ def test_nothing_else_is_stored(end: str) -> None:
     asyncio.run(main())
 
 
+def test_a_request_that_ends_while_its_answer_is_looked_up_leaves_the_flight() -> None:
+    """As when its client goes while a Redis is asked."""
+
+    class SlowStore(MemoryStore):
+        async def get(self, key: str) -> bytes | None:
+            await asyncio.sleep(60)
+            return None
+
+    async def main() -> None:
+        cache = ResponseCache(SlowStore(1000, 100.0))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(lead(cache), 0.01)
+        assert not cache._flight._waiting
+
+    asyncio.run(main())
+
+
 def test_a_replay_ends_after_its_output() -> None:
     async def main() -> None:
         stream = Replay(output("a"))

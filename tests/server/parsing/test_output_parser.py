@@ -241,6 +241,17 @@ def test_a_malformed_call_is_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"arguments": {"a": 1}, "name": "f"}', '{"a": 1}'),
+        ('{"name": "f"}', "{}"),
+    ],
+)
+def test_arguments_may_come_first_or_be_left_out(call: str, arguments: str) -> None:
+    assert parse(QWEN3, list(f"<tool_call>{call}</tool_call>")) == [("call", "f", arguments)]
+
+
+@pytest.mark.parametrize(
     ("arguments", "passed_on"),
     [
         ('{"a": nope}', '{"a": '),
@@ -295,6 +306,15 @@ def test_json_that_calls_no_known_tool_is_text(spec: str, text: str) -> None:
 def test_without_tools_nothing_is_a_call() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert parse(QWEN3, "<think>a</think>" + text, tools=[]) == [("reasoning", "a"), ("text", text)]
+
+
+def test_a_call_with_what_is_no_character_stays_incomplete() -> None:
+    text = r"[now(x='\U00110000')]"
+    assert parse("pythonic", text, tools=TOOLS) == [("call", "now", '{"x": "'), ("text", r"\U00110000')]")]
+
+
+def test_arguments_of_python_are_written_as_json_is() -> None:
+    assert parse("pythonic", "[f(a=1,b=[2])]") == [("call", "f", '{"a": 1, "b": [2]}')]
 
 
 def test_python_is_not_evaluated() -> None:

@@ -250,6 +250,25 @@ def test_free_text_may_contain_the_other_special_tokens() -> None:
     assert "<[10]>" not in grammar
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_accepted"),
+    [
+        ('{"x": {"title": "a"}, "title": 1}', True),
+        ('{"x": {}, "title": 1}', False),
+        ('{"x": {"title": "a"}, "title": "b"}', False),
+    ],
+)
+def test_only_what_describes_a_schema_is_left_out(arguments: str, is_accepted: bool) -> None:
+    """Values, and properties of such a name, are no descriptions."""
+    properties = {"x": {"enum": [{"title": "a"}], "title": "X"}, "title": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["x", "title"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    constraint = constrain_answer(QWEN3, tools, "required")
+    assert constraint is not None
+    call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    assert accepts(constraint, call) is is_accepted
+
+
 def test_keywords_that_cannot_be_enforced_are_refused_if_a_function_is_strict() -> None:
     def grammar(strict: bool) -> Any:
         parameters = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}, "required": ["x"]}

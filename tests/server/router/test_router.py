@@ -256,6 +256,19 @@ def test_caches_of_all_servers_are_reset() -> None:
         assert "x-left-out" not in answer.headers
 
 
+def test_an_error_of_any_server_is_the_answer() -> None:
+    key = {"X-Api-Key": "boss"}
+    with (
+        toy_server(admin_keys=("boss",), response_cache="memory") as (_, cached),
+        toy_server(admin_keys=("boss",)) as (_, plain),
+    ):
+        for urls in ([cached, plain], [plain, cached]):
+            with router_server(urls) as (_, url):
+                answer = httpx.post(url + "/reset_response_cache", json={}, headers=key)
+                assert answer.status_code == 400
+                assert "no response cache" in answer.json()["error"]["message"]
+
+
 def test_the_page_is_there_for_head_too(toys: list[str]) -> None:
     with router_server(toys) as (_, url), httpx.Client(base_url=url) as client:
         for _ in range(2):  # on one connection
@@ -301,6 +314,14 @@ def test_a_replica_that_is_down_is_passed_over(toys: list[str]) -> None:
         assert httpx.get(url + "/ready").status_code == 200
         proxy.set_down(False)
         wait_until(lambda: host.replicas[0].is_ready)
+
+
+def test_one_that_is_down_will_have_computed_nothing(toys: list[str]) -> None:
+    with BreakingProxy(toys[0]) as proxy, router_server([proxy.url]) as (host, _):
+        [replica] = host.replicas
+        replica.prefixes.add(Prompt((1, 2, 3)))
+        proxy.set_down(True)
+        wait_until(lambda: not len(replica.prefixes))
 
 
 def test_a_plain_answer_that_breaks_off_is_computed_elsewhere(toys: list[str]) -> None:
