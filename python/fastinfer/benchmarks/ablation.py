@@ -18,7 +18,7 @@ import json
 import statistics
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
