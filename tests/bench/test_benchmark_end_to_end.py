@@ -73,7 +73,7 @@ def test_measure_refuses_missing_tokens() -> None:
 
 
 def test_an_output_may_have_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with speculation: 4 tokens, of which the last 3 come together 2 s after the first one."""
+    """Speculation may bring 3 of 4 tokens together, here 2 s after the first one."""
     clock = FakeClock()
 
     class Speculative(FourTokens):

@@ -154,7 +154,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_failed_answer_ends_the_other_streams_and_keeps_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of two repeats the first is whole; in the second the first answer of the second level fails."""
+    """The first of two repeats is whole; in the second one the second level's first answer fails."""
     num_before = 1 + (1 + 2) + (50 + 100) + 50  # ignore_eos, warm-ups, the first repeat, one stream of the second
 
     class Failing(FakeOpenAIServer):

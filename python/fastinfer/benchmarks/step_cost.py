@@ -3,8 +3,8 @@
 Method: random prompts of mixed lengths are decoded greedily, one request at once, then two, four and so on up to
 ``max_num_seqs``, and end-of-sequence is ignored. So prompts are computed with and without decoding sequences beside
 them, and sequences decode in batches of all sizes, with short and long contexts. Prompts that arrive together share
-steps, so short ones are also computed alone. The first pass is a warm-up. Times
-are those of the engine's statistics of its steps.
+steps, so short ones are also computed alone. The first pass is a warm-up. Times are those of the engine's statistics
+of its steps.
 """
 
 import argparse

@@ -114,7 +114,7 @@ def test_nothing_else_is_stored(end: str) -> None:
 
 
 def test_a_request_that_ends_while_its_answer_is_looked_up_leaves_the_flight() -> None:
-    """As when its client goes while a Redis is asked."""
+    """The store raises, for instance because the client goes while a Redis is asked."""
 
     class SlowStore(MemoryStore):
         async def get(self, key: str) -> bytes | None:
