@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.dflash_heads import BLOCK_SIZE, DRAFT_VOCAB, drafted_logits, random_head, write_own, write_speculators
+from support.dflash_heads import (
+    BLOCK_SIZE,
+    DRAFT_VOCAB,
+    MASK,
+    drafted_logits,
+    random_head,
+    write_gguf_head,
+    write_own,
+    write_speculators,
+)
 from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, recorded_drafts, texts
 from support.eagle_heads import VOCAB_SIZE
 from support.peft_adapter import write_adapter
@@ -17,11 +26,12 @@ from support.toy import always_speculate
 from torch import Tensor
 
 from fastinfer import LLM, SamplingParams
-from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError, UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.structured_output import StructuredOutputsParams
 
 LAYERS = [0, 2, 3]  # whose outputs the heads read
+SLIDING, FULL = "sliding_attention", "full_attention"
 Write = Callable[..., Path]
 
 
@@ -43,6 +53,7 @@ def with_head(model: Path, head: Path, **options: Any) -> LLM:
         (write_own, 3, {"layer_types": ["full_attention"] * 3}),
         (write_speculators, 2, {}),
         (write_speculators, 2, {"model_type": "llama", "draft_vocab_size": DRAFT_VOCAB}),
+        (write_gguf_head, 2, {"draft_vocab_size": DRAFT_VOCAB}),
     ],
 )
 def test_drafts_are_those_of_the_reference(
@@ -55,19 +66,96 @@ def test_drafts_are_those_of_the_reference(
     check(drafts, model, head)
 
 
-def check(drafts: list[tuple[list[int], int, Tensor]], model: Path, head: dict[str, Tensor], every: int = 3) -> None:
-    """Compare the logits of every nth block with the reference."""
+@pytest.mark.parametrize(
+    ("write", "settings", "expected"),
+    [
+        (
+            write_own,
+            {"layer_types": [SLIDING, FULL], "sliding_window": 9, "use_sliding_window": True},
+            {"windows": (9, 0)},
+        ),
+        (write_own, {"layer_types": [SLIDING, SLIDING], "sliding_window": 2}, {"windows": (2, 2)}),
+        (
+            write_own,
+            {"layer_types": [FULL, SLIDING], "sliding_window": 9, "use_sliding_window": False},
+            {"windows": (0, 1000)},  # nothing of the text is hidden, but the tokens behind are
+        ),
+        (write_own, {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 11}, {"windows": (0, 11)}),
+        (write_own, {"use_sliding_window": True, "sliding_window": 11}, {}),  # from layer 28 on
+        (
+            write_own,
+            {"is_causal": True, "layer_types": [FULL, SLIDING], "sliding_window": 13},
+            {"windows": (0, 13), "is_causal": True},
+        ),
+        (
+            write_speculators,
+            {"layer_types": [FULL, SLIDING], "sliding_window": 7, "sliding_window_non_causal": False},
+            {"windows": (0, 7)},
+        ),
+        (
+            write_gguf_head,
+            {"sliding_window": 6, "sliding_window_pattern": [True, False]},
+            {"windows": (6, 0)},
+        ),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}])
+def test_tokens_in_windows_see_what_they_were_trained_to_see(
+    model: Path,
+    tmp_path: Path,
+    write: Write,
+    settings: dict[str, Any],
+    expected: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    head = random_head(len(LAYERS))
+    llm = with_head(model, write(tmp_path / "head", head, LAYERS, **settings), **options)
+    drafts = recorded_drafts(llm)
+    assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
+    assert llm.engine.stats().num_failed_graphs == 0
+    check(drafts, model, head, **expected)
+
+
+def test_settings_may_be_beside_each_other_and_scale_what_the_head_reads_and_says(model: Path, tmp_path: Path) -> None:
+    head = random_head(len(LAYERS))
+    inner = {"mask_token_id": MASK, "target_layer_ids": LAYERS, "block_size": 3, "causal": True}
+    factors = {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 1.25}
+    folder = write_own(tmp_path / "head", head, LAYERS, dflash_config=inner | factors, block_size=None)
+    llm = with_head(model, folder)
+    drafts = recorded_drafts(llm)
+    texts(llm, GREEDY)
+    assert max(num_before for _, num_before, _ in drafts) == 1  # of blocks of 3
+    check(drafts, model, head, is_causal=True, factors=(3.0, 0.5), softcap=1.25)
+
+
+def test_a_model_whose_residual_stream_is_smaller(tmp_path: Path) -> None:
+    """Gemma's embedding is not multiplied by its scale, but the head's norm has the outputs of the real model."""
+    folder = write_tiny_folder(tmp_path / "model", "gemma3", sizes={"num_hidden_layers": 5})
+    head = random_head(len(LAYERS))
+    head["fc.weight"] /= 300  # so that the norm's eps counts
+    llm = with_head(folder, write_own(tmp_path / "head", head, LAYERS))
+    drafts = recorded_drafts(llm)
+    assert texts(llm, GREEDY) == texts(LLM(str(folder), **OPTIONS), GREEDY)
+    check(drafts, folder, head)
+
+
+def check(
+    drafts: list[tuple[list[int], int, Tensor]], model: Path, head: dict[str, Tensor], every: int = 3, **settings: Any
+) -> None:
+    """Compare the logits of every nth block with the reference, whose ``settings`` are those of the head."""
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     starts = [i for i, (_, num_before, _) in enumerate(drafts) if num_before == 0]
     blocks = [drafts[i:j] for i, j in zip(starts, [*starts[1:], len(drafts)], strict=True)]
-    assert {len(block) for block in blocks} >= {1, 3}  # fewer before a text's end
+    longest = max(map(len, blocks))
+    assert longest > 1
+    assert any(len(block) == 1 for block in blocks)  # before a text's end
     for block in blocks[::every]:
         tokens = block[0][0]
         with torch.no_grad():
             found = whole(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
             outputs = [found[layer + 1][0] for layer in LAYERS]
             embedding, lm_head = whole.model.embed_tokens.weight, whole.lm_head.weight
-            expected = drafted_logits(head, outputs, embedding, lm_head, tokens[-1], len(block))
+            expected = drafted_logits(head, outputs, embedding, lm_head, tokens[-1], len(block), **settings)
         torch.testing.assert_close(torch.stack([logits for _, _, logits in block]), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -142,18 +230,27 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
+        ({"layer_types": [FULL, SLIDING]}, CheckpointFormatError, "sliding_window is missing"),
         (
-            {"layer_types": ["full_attention", "sliding_attention"]},
+            {"layer_types": [FULL, SLIDING], "sliding_window": 8, "is_causal": False},
             UnsupportedModelError,
-            "layer_types must be full",
+            "is_causal must be True for layers with sliding windows, got False",
         ),
         (
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "causal": False},
             UnsupportedModelError,
-            r"expected layers without sliding windows, got windows of \(8, 8\)",
+            "causal must be True for layers with sliding windows, got False",
         ),
+        ({"use_swa": True}, UnsupportedModelError, "use_swa must be False, got True"),
+        ({"attention_sink_bias": True}, UnsupportedModelError, "attention_sink_bias must be False, got True"),
+        ({"is_neox_style": False}, UnsupportedModelError, "is_neox_style must be True, got False"),
         ({"layer_types": 5}, CheckpointFormatError, "layer_types: expected list, got 5"),
-        ({"layer_types": [["full_attention"]]}, UnsupportedModelError, "layer_types must be full"),
+        (
+            {"layer_types": [[FULL]]},
+            UnsupportedModelError,
+            "layer_types must be full_attention and sliding_attention alone",
+        ),
+        ({"layer_types": [SLIDING], "sliding_window": 4}, CheckpointFormatError, "layer_types: expected 2 of"),
         ({"model_type": ["qwen3"]}, CheckpointFormatError, r"model_type: expected str, got \['qwen3'\]"),
         ({"model_type": "gemma"}, UnsupportedModelError, "model_type must be one of .*, got 'gemma'"),
         ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor must be False, got True"),
@@ -182,6 +279,47 @@ def test_wrong_heads_are_refused(
     model: Path, tmp_path: Path, settings: dict[str, Any], error: type[FastinferError], message: str
 ) -> None:
     head = write_own(tmp_path / "head", random_head(len(LAYERS)), LAYERS, **settings)
+    with pytest.raises(error, match=message):
+        with_head(model, head)
+
+
+def test_windows_of_speculators_must_hide_what_is_behind(model: Path, tmp_path: Path) -> None:
+    settings = {"layer_types": [FULL, SLIDING], "sliding_window": 7}
+    head = write_speculators(tmp_path / "head", random_head(len(LAYERS)), LAYERS, **settings)
+    with pytest.raises(UnsupportedModelError, match=r"sliding_window_non_causal must be False .* got True"):
+        with_head(model, head)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "damage", "error", "message"),
+    [
+        ({}, [2, 1], "", GGUFFormatError, r"target_layers must be ascending numbers, got \[3, 2\]"),
+        ({"mask": VOCAB_SIZE}, LAYERS, "", GGUFFormatError, "mask_token_id.* expected .* 319, got 320"),
+        ({"block_size": 1}, LAYERS, "", GGUFFormatError, "block_size.*got 1"),
+        (
+            {"sliding_window": 5, "sliding_window_pattern": [True]},
+            LAYERS,
+            "",
+            GGUFFormatError,
+            "sliding_window_pattern: expected 2 values, one for each layer, got 1",
+        ),
+        ({}, LAYERS, "markov_w1", UnsupportedModelError, "tensor 'markov_w1.weight' is not supported for dflash"),
+        ({}, [-1, 2, 3], "", RequestError, r"reads the outputs of layers \(-1, 2, 3\), but the model has 5 layers"),
+    ],
+)
+def test_wrong_gguf_heads_are_refused(
+    model: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    layers: list[int],
+    damage: str,
+    error: type[FastinferError],
+    message: str,
+) -> None:
+    tensors = random_head(len(layers))
+    if damage:
+        tensors[f"{damage}.weight"] = torch.ones(4, 4)
+    head = write_gguf_head(tmp_path / "head", tensors, layers, **settings)
     with pytest.raises(error, match=message):
         with_head(model, head)
 

@@ -99,20 +99,9 @@ def write_specforge(folder: Path, head: dict[str, Tensor], **settings: Any) -> P
 
 def write_gguf_head(path: Path, head: dict[str, Tensor], **settings: Any) -> Path:
     """Write a GGUF file as llama.cpp's converter does."""
-    path = path.with_suffix(".gguf")
-    writer = gguf.GGUFWriter(path, "eagle3")
+    writer = gguf_writer(path.with_suffix(".gguf"), "eagle3", 1)
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(VOCAB_SIZE)
-    writer.add_block_count(1)
-    writer.add_context_length(LAYER["max_position_embeddings"])
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_rope_freq_base(THETA)
-    writer.add_layer_norm_rms_eps(EPS)
     writer.add_array("eagle3.extract_layers", settings["extract_layers"])
     writer.add_uint32("eagle3.target_hidden_size", settings.get("target_hidden_size", HIDDEN))
     writer.add_bool("eagle3.norm_before_residual", settings.get("norm_before_residual", False))
@@ -126,11 +115,33 @@ def write_gguf_head(path: Path, head: dict[str, Tensor], **settings: Any) -> Pat
         if name != "t2d":
             part, dot, kind = name.rpartition(".")
             writer.add_tensor(f"{names[part]}.{kind}" if dot else name, values.contiguous().numpy())
+    return write_gguf(writer)
+
+
+def gguf_writer(path: Path, architecture: str, num_layers: int) -> gguf.GGUFWriter:
+    """Begin a GGUF file with the sizes of a head's layers."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(num_layers)
+    writer.add_context_length(LAYER["max_position_embeddings"])
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_freq_base(THETA)
+    writer.add_layer_norm_rms_eps(EPS)
+    return writer
+
+
+def write_gguf(writer: gguf.GGUFWriter) -> Path:
+    """End a GGUF file, and return its path."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    assert writer.path is not None
+    return writer.path
 
 
 def write_folder(folder: Path, head: dict[str, Tensor], config: dict[str, Any]) -> Path:

@@ -97,6 +97,8 @@ class BatchInputs:
             ``None`` for all.
         drops_rows: whether the model's last layers store nothing, so that they are computed for wanted rows alone.
         head_layers: number of layers of a draft head, which reads and writes features; 0 for other models.
+        has_window_lens: whether layers with a window see less of a sequence than others, see
+            :class:`fastinfer.models.config.BlockConfig`.
         allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
     Attributes:
@@ -126,6 +128,7 @@ class BatchInputs:
         sparse_pages: int | None = None,
         drops_rows: bool = False,
         head_layers: int = 0,
+        has_window_lens: bool = False,
         allocate: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.max_seqs = max_seqs
@@ -134,6 +137,7 @@ class BatchInputs:
         self._block_size = block_size
         self._has_states = has_states
         self.head_layers = head_layers
+        self._has_window_lens = has_window_lens
         self.sparse_pages = sparse_pages
         self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self.drops_rows = drops_rows
@@ -142,8 +146,10 @@ class BatchInputs:
         last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
         feature_size = 2 * max_tokens if head_layers else 0
         dense_size = 0 if sparse_pages is None else max_seqs  # of prompts, beside tokens with sparse attention
+        window_size = max_seqs if has_window_lens else 0
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
         ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1] + dense_size
+        ints += window_size
         self._table_start = 8 * longs + 4 * ints
         num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
         self._host = np.zeros(num_bytes, np.uint8) if allocate is None else allocate(num_bytes)
@@ -154,8 +160,10 @@ class BatchInputs:
             wide, ends
         )
         self._slot_mappings, self._feature_slots = slots, places.reshape(2, -1)
-        ends = np.cumsum([*state_sizes, last_sizes[1], dense_size, max_tokens, max_logits, 4 * max_logits, max_seqs])
-        self._state_reads, self._state_writes, last_ints, self._dense_lens, *others = np.split(narrow, ends)
+        sizes = [*state_sizes, last_sizes[1], dense_size, window_size]
+        ends = np.cumsum([*sizes, max_tokens, max_logits, 4 * max_logits, max_seqs])
+        parts = np.split(narrow, ends)
+        self._state_reads, self._state_writes, last_ints, self._dense_lens, self._window_lens, *others = parts
         self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = others
         self._last_rows = LastRowsInputs(last_longs.reshape(2, -1), last_ints, self._view) if drops_rows else None
         self.sampling = SamplingInputs(longs_of_rows.reshape(2, -1), words_of_rows.reshape(4, -1), self._view)
@@ -229,6 +237,8 @@ class BatchInputs:
         if self.sparse_pages is not None:
             lens = [length if c.is_prompt else 0 for c, length in zip(chunks, seq_lens, strict=True)]
             write_list(self._dense_lens.data, lens)
+        if self._has_window_lens:
+            write_list(self._window_lens.data, [c.start + c.num_tokens + len(c.drafts) for c in chunks])
         first_layer = 0
         if self.head_layers:
             self._place_features(chunks)
@@ -285,6 +295,7 @@ class BatchInputs:
         self._adapter_ids[tokens] = -1
         self._query_start[size.num_seqs + 1 : padded.num_seqs + 1] = size.num_tokens
         self._seq_lens[size.num_seqs : padded.num_seqs] = 0
+        self._window_lens[size.num_seqs : padded.num_seqs] = 0
         self._state_reads[size.num_seqs : padded.num_seqs] = -1
         self._state_writes[tokens] = -1
         rows = slice(size.num_logits, padded.num_logits)
@@ -366,6 +377,7 @@ class BatchInputs:
             hidden=None if self.hidden is None else self.hidden[: size.num_tokens],
             last=last,
             features=features,
+            window_lens=tensor(self._window_lens, size.num_seqs) if self._has_window_lens else None,
         )
 
     def _place_features(self, chunks: list[Chunk]) -> None:

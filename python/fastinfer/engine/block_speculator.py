@@ -29,7 +29,7 @@ class BlockToken(SequenceView):
 
 
 class BlockChunk(Chunk):
-    """A token of a block, which sees the text and the whole block."""
+    """A token of a block, which sees the text and the block up to ``end``."""
 
     __slots__ = ("_end",)
 
@@ -56,7 +56,7 @@ class BlockSpeculator(DraftModelSpeculator):
 
     def __init__(self, worker: Worker, sampler: Sampler, max_drafts: int, max_tokens: int, block: BlockConfig) -> None:
         super().__init__(worker, sampler, min(max_drafts, block.size - 1), max_tokens)
-        self._mask = block.mask_token
+        self._mask, self._is_causal = block.mask_token, block.is_causal
 
     def draft_seconds(self, count: int) -> float:
         return self._median_seconds() if count else 0.0
@@ -71,11 +71,9 @@ class BlockSpeculator(DraftModelSpeculator):
         for chunk in drafting:
             sequence, count = chunk.sequence, chunk.num_drafts
             first = sequence.num_computed_tokens
-            tokens = [sequence.token_ids[first], *[self._mask] * count]
-            parts += [
-                BlockChunk(BlockToken(sequence, first + i, token, i > 0), first + len(tokens))
-                for i, token in enumerate(tokens)
-            ]
+            for i, token in enumerate([sequence.token_ids[first], *[self._mask] * count]):
+                end = first + (i if self._is_causal else count) + 1
+                parts.append(BlockChunk(BlockToken(sequence, first + i, token, i > 0), end))
             rows += [LogitsRow.of(sequence, [self._mask] * i) for i in range(count)]
         drawn = iter(self._sample(self._worker.run(parts, rows), rows))
         for chunk in drafting:

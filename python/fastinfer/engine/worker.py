@@ -223,6 +223,7 @@ class Worker:
             sparse_pages=config.sparse_pages,
             drops_rows=self._drops_rows and self.model.config.num_storing_layers < self.model.config.num_layers,
             head_layers=self.model.config.num_layers if self.model.config.has_features else 0,
+            has_window_lens=self.model.config.block is not None and any(self.model.config.windows),
             allocate=allocate,
         )
 

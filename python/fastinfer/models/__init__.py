@@ -15,7 +15,7 @@ from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Tap
 from fastinfer.models.draft_head import DraftHead
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
-from fastinfer.models.gguf_heads import EAGLE3, GGUFHeadCheckpoint
+from fastinfer.models.gguf_heads import DFLASH, EAGLE3, GGUFDFlashCheckpoint, GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
 from fastinfer.models.head_loader import load_dflash_head, load_eagle_head, load_mtp_head, with_vocabulary
 from fastinfer.models.hf_checkpoint import HFCheckpoint
@@ -152,7 +152,7 @@ def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len:
             return load_eagle_head(checkpoint, precision, max_model_len, device)
         if isinstance(checkpoint, HFMTPCheckpoint | GGUFMTPCheckpoint):
             return load_mtp_head(checkpoint, precision, max_model_len, device)
-        if isinstance(checkpoint, HFDFlashCheckpoint):
+        if isinstance(checkpoint, HFDFlashCheckpoint | GGUFDFlashCheckpoint):
             return load_dflash_head(checkpoint, precision, max_model_len, device)
         return load_decoder(checkpoint, precision, max_model_len, device)
 
@@ -203,8 +203,8 @@ def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
             return HFCheckpoint(path, exact)
         return HFDFlashCheckpoint(path, exact) if kind == "dflash" else HFHeadCheckpoint(path, exact)
     file = open_gguf(path)
-    is_head = file.metadata.get("general.architecture") == EAGLE3
-    return GGUFHeadCheckpoint(file, exact) if is_head else GGUFCheckpoint(file, exact)
+    kinds = {EAGLE3: GGUFHeadCheckpoint, DFLASH: GGUFDFlashCheckpoint}
+    return kinds.get(str(file.metadata.get("general.architecture")), GGUFCheckpoint)(file, exact)
 
 
 def open_mtp_checkpoint(path: Path, exact: bool = False, max_layers: int | None = None) -> Checkpoint:

@@ -77,7 +77,7 @@ class Attention:
 
     def plan(self, batch: Batch) -> AttentionPlan:
         """Plan how the attention of a step is divided on a GPU; layers with the same :attr:`plan_sizes` share it."""
-        return AttentionPlan(ops.paged_attention_plan(batch.seq_lens, batch.query_start, *self.plan_sizes))
+        return AttentionPlan(ops.paged_attention_plan(batch.lens(self.window), batch.query_start, *self.plan_sizes))
 
     @property
     def plan_sizes(self) -> tuple[int, int, int, int]:
@@ -129,7 +129,8 @@ class Attention:
         )
         table, sparse = batch.block_tables[cache.group], batch.sparse
         if sparse is None or cache.bounds is None:
-            return attend(q, cache.k, cache.v, table, batch.seq_lens, batch.query_start, lse=lse, plan=plan.dense)
+            lens = batch.lens(self.window)
+            return attend(q, cache.k, cache.v, table, lens, batch.query_start, lse=lse, plan=plan.dense)
         if sparse.dense_lens is None:
             out = q.new_empty(q.shape)
         else:  # of tokens that see nothing, as the others do here, it is 0

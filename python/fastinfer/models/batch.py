@@ -73,6 +73,7 @@ class Batch:
             model, see :mod:`fastinfer.parallel.stage`; ``None`` otherwise.
         last: the rows whose hidden states are wanted, if the model's last layers store nothing; ``None`` for all.
         features: the places of features, of a draft head's batch; ``None`` for other models.
+        window_lens: [seqs] int32; ``seq_lens`` for layers with a window; ``None`` if they are the same.
     """
 
     token_ids: Tensor
@@ -91,6 +92,11 @@ class Batch:
     hidden: Tensor | None = None
     last: LastRows | None = None
     features: FeatureSlots | None = None
+    window_lens: Tensor | None = None
+
+    def lens(self, window: int) -> Tensor:
+        """Return ``seq_lens`` for a layer with a window of this length, 0 for none."""
+        return self.window_lens if window and self.window_lens is not None else self.seq_lens
 
     def rotation(self, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions and the rotary table by which the batch is rotated, given the model's table."""

@@ -86,15 +86,20 @@ class LatentAttentionConfig:
 class BlockConfig:
     """Settings of a draft head that drafts a block of tokens at once, as it was trained.
 
+    In layers with a window a token of the block sees none of those behind it. In the other layers it sees the whole
+    block.
+
     Attributes:
         feature_layers: the layers of the model whose outputs it reads, in ascending order.
         mask_token: token in the place of those to draft.
         size: number of tokens of a block, the newest token of the text and those to draft.
+        is_causal: whether a token sees none of those behind it in layers without a window, too.
     """
 
     feature_layers: tuple[int, ...]
     mask_token: int
     size: int
+    is_causal: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Each layer has keys and values of the text, projections of one product of the outputs of several layers of the model;
 they need no pass through the head, so the model's own steps store them. A block is the newest token of the text, which
 the model has not computed yet, and a mask token for each draft. Its tokens see the text and each other, also those
-behind them. The output at a mask is the draft at its place. Source: https://arxiv.org/abs/2602.06036.
+behind them, but in layers with a window only themselves and what is before them. The output at a mask is the draft at
+its place. Sources: https://arxiv.org/abs/2602.06036, and https://github.com/z-lab/dflash for the windows.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fastinfer import ops
-from fastinfer.errors import RequestError
 from fastinfer.models.attention import Attention
 from fastinfer.models.batch import Batch
 from fastinfer.models.column_join import ColumnJoin
@@ -85,7 +85,9 @@ class DFlashHead(DraftHead):
             )
 
     def for_model(self, model: Decoder, max_tokens: int) -> Self:
-        head = super().for_model(model, max_tokens)
-        if (scale := model.config.stream_scale) != 1.0:
-            raise RequestError(f"a DFlash head needs a model with a factor of 1 for its residual stream, got {scale}")
-        return replace(head, join=ColumnJoin(len(self.feature_layers), max_tokens, self.device))
+        norm, scale = self.feature_norm, model.config.stream_scale
+        return replace(
+            super().for_model(model, max_tokens),
+            join=ColumnJoin(len(self.feature_layers), max_tokens, self.device),
+            feature_norm=replace(norm, eps=norm.eps / scale**2),  # whose input is ``scale`` times as small
+        )

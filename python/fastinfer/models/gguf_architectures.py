@@ -95,8 +95,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4moe": Architecture(mlp_norm="post_attention_norm"),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
-    # A draft head.
+    # Draft heads.
     "eagle3": Architecture(permuted=True, names={"feature_norm": "attn_norm_2", "fc": "fc"}),
+    "dflash": Architecture(HEAD_NORMS, names={"hidden_norm": "enc.output_norm", "fc": "fc"}),
     "smollm3": Architecture(permuted=True, no_rope_period=4),
     "gemma2": Architecture(GEMMA2, activation="gelu_tanh", window=4096),
     # Its predecessors' base in the layers with a window.

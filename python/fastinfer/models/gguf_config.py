@@ -157,7 +157,10 @@ def _factors(file: GGUFFile, architecture: str) -> dict[str, Any]:
 
 def _vocab_size(file: GGUFFile) -> int:
     tensor = file.tensors.get("token_embd.weight")
-    if tensor is None and file.get("general.architecture", str) == "eagle3":
+    architecture = file.get("general.architecture", str)
+    if tensor is None and architecture == "dflash":
+        return len(file.get("tokenizer.ggml.tokens", list))
+    if tensor is None and architecture == "eagle3":
         return file.get("eagle3.vocab_size", int, minimum=1, maximum=MAX_SIZE)
     if tensor is None:
         raise GGUFFormatError(f"{file.path}: tensor 'token_embd.weight' is missing")

@@ -24,6 +24,19 @@ def sizes_by_layer(file: GGUFFile, architecture: str, key: str, minimum: int = 1
     return [int(size) for size in value]
 
 
+def windows_by_layer(file: GGUFFile, architecture: str) -> tuple[int, ...]:
+    """Return the length of each layer's attention window in positions, 0 for none, from a list of those that have one.
+
+    Raises:
+        GGUFFormatError: a key is missing, has another number of values, or is out of range.
+    """
+    window = file.get(f"{architecture}.attention.sliding_window", int, minimum=1, maximum=MAX_SIZE)
+    key = "attention.sliding_window_pattern"
+    flags = file.get(f"{architecture}.{key}", np.ndarray)
+    check_length(file, architecture, key, flags)
+    return tuple(window if flag else 0 for flag in flags.tolist())
+
+
 def check_length(file: GGUFFile, architecture: str, key: str, values: np.ndarray) -> None:
     """Refuse a list that does not have a value for each layer."""
     count = file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)

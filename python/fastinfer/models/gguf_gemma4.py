@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
-
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_SIZE, KVShape, ModelConfig
-from fastinfer.models.gguf_fields import check_length, sizes_by_layer
+from fastinfer.models.gguf_fields import sizes_by_layer, windows_by_layer
 from fastinfer.models.structure import shared_kv_layers
 
 PREFIX = "gemma4"
@@ -19,7 +17,7 @@ def gemma4_sizes(file: GGUFFile) -> dict[str, int]:
     Raises:
         GGUFFormatError: a key is missing, or its value is out of range.
     """
-    windows = _windows(file)
+    windows = windows_by_layer(file, PREFIX)
     layer = next((layer for layer, window in enumerate(windows) if window), 0)
     key = "key_length_swa" if any(windows) else "key_length"
     head_dim = file.get(f"{PREFIX}.attention.{key}", int, minimum=1, maximum=MAX_SIZE)
@@ -42,7 +40,7 @@ def gemma4_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
         UnsupportedModelError: a setting is not implemented.
         GGUFFormatError: a key is missing, or its value is out of range.
     """
-    num_layers, windows = config.num_layers, _windows(file)
+    num_layers, windows = config.num_layers, windows_by_layer(file, PREFIX)
     heads, inner = (sizes_by_layer(file, PREFIX, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     full = file.get(f"{PREFIX}.attention.key_length", int, minimum=1, maximum=MAX_SIZE)
     shapes = tuple(
@@ -90,10 +88,3 @@ def gemma4_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
         per_layer_size=file.get(f"{PREFIX}.embedding_length_per_layer_input", int, 0, minimum=0, maximum=MAX_SIZE),
         attention_scale=1.0,
     )
-
-
-def _windows(file: GGUFFile) -> tuple[int, ...]:
-    window = file.get(f"{PREFIX}.attention.sliding_window", int, minimum=1, maximum=MAX_SIZE)
-    flags = file.get(f"{PREFIX}.attention.sliding_window_pattern", np.ndarray)
-    check_length(file, PREFIX, "attention.sliding_window_pattern", flags)
-    return tuple(window if flag else 0 for flag in flags.tolist())

@@ -10,7 +10,7 @@ from fastinfer.models.decoder import DecoderLayer
 from fastinfer.models.dflash_head import DFlashHead
 from fastinfer.models.draft_head import DraftHead
 from fastinfer.models.eagle_head import EagleHead
-from fastinfer.models.gguf_heads import GGUFHeadCheckpoint
+from fastinfer.models.gguf_heads import GGUFDFlashCheckpoint, GGUFHeadCheckpoint
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
 from fastinfer.models.hf_dflash import HFDFlashCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint
@@ -19,7 +19,7 @@ from fastinfer.models.layer_reader import LayerReader, Part
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.mlp_loader import load_mlp
 from fastinfer.models.mtp_head import MTPEnds, MTPHead
-from fastinfer.models.norm import NoNorm, RMSNorm
+from fastinfer.models.norm import NoNorm, RMSNorm, factor_norm
 from fastinfer.models.position_tables import PositionTables
 
 
@@ -79,12 +79,12 @@ def load_eagle_head(
 
 
 def load_dflash_head(
-    checkpoint: HFDFlashCheckpoint, precision: Precision, max_model_len: int | None, device: str
+    checkpoint: HFDFlashCheckpoint | GGUFDFlashCheckpoint, precision: Precision, max_model_len: int | None, device: str
 ) -> DFlashHead:
     """Read a DFlash head; arguments and errors are those of :func:`fastinfer.models.loader.load_decoder`."""
     reader, config = LayerReader(checkpoint, precision, device), checkpoint.config
     assert config.block is not None
-    hidden, count = config.hidden_size, len(config.block.feature_layers)
+    hidden, count, scale = config.hidden_size, len(config.block.feature_layers), config.embedding_scale
     tables = PositionTables.of(checkpoint, config.table_length(max_model_len), device)
     return DFlashHead(
         config=config,
@@ -94,7 +94,8 @@ def load_dflash_head(
             DecoderLayer(load_attention(reader, tables, index, is_split=True), load_mlp(reader, index))
             for index in range(config.num_layers)
         ),
-        norm=reader.norm("norm"),
+        norm=reader.norm("norm", config.logits_scale),
+        embedding_norm=None if scale == 1.0 else factor_norm(scale, hidden, device),
         fc=reader.weight(("fc",), checkpoint.linear("fc", hidden, count * hidden), None),
         feature_norm=RMSNorm(reader.vector("hidden_norm", hidden), config.norm_eps),
         **own_vocabulary(reader),

@@ -1,17 +1,22 @@
 """Folders with a DFlash head, as its authors and speculators write them.
 
-The authors have the layers' configuration at the top of config.json and the rest as ``dflash_config``; speculators has
-the configuration as ``transformer_layer_config`` and the rest at the top. Formats: https://github.com/z-lab/dflash and
-https://github.com/vllm-project/speculators.
+The authors have the layers' configuration at the top of config.json and the rest as ``dflash_config``, some of it at
+the top, too; speculators has the configuration as ``transformer_layer_config`` and the rest at the top. Formats:
+https://github.com/z-lab/dflash and https://github.com/vllm-project/speculators.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from fastinfer.errors import UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import BlockConfig, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
-from fastinfer.models.hf_heads import HFDraftCheckpoint
+from fastinfer.models.hf_fields import require
+from fastinfer.models.hf_heads import MAX_POSITION, HFDraftCheckpoint
+from fastinfer.models.hf_states import FULL
+
+SLIDING = "sliding_attention"
 
 
 class HFDFlashCheckpoint(HFDraftCheckpoint):
@@ -20,35 +25,74 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
     def _read_config(self) -> tuple[ModelConfig, Family]:
         fields = self._fields
         layer = fields.object("transformer_layer_config")
-        kinds: list[Any] = (fields if layer is None else layer).get("layer_types", list, [])
-        if any(kind != "full_attention" for kind in kinds):
-            raise UnsupportedModelError(f"{fields.path}: layer_types must be full_attention alone, got {kinds!r:.80}")
-        for key, expected in (("sample_from_anchor", False), ("projector_type", "dflash")):
-            if fields.values.get(key, expected) != expected:
-                raise UnsupportedModelError(
-                    f"{fields.path}: {key} must be {expected!r}, got {fields.values[key]!r:.80}"
-                )
-        config = self._layers_config("qwen3", fields.get("draft_vocab_size", int, None))
-        if any(config.windows):
-            raise UnsupportedModelError(
-                f"{fields.path}: expected layers without sliding windows, got windows of {config.windows}"
-            )
+        own = fields if layer is not None else self._own_fields()
+        for key, expected in (
+            ("sample_from_anchor", False),
+            ("projector_type", "dflash"),
+            ("use_swa", False),  # a window in which a block's tokens see those behind them
+            ("attention_sink_bias", False),
+            ("is_neox_style", True),
+        ):
+            require(own, key, expected)
+        source = fields if layer is None else layer
+        windows = self._window_fields(source)
+        factors = {"final_logit_softcapping": own.values.get("final_logit_softcapping")}
+        config = self._layers_config("qwen3", fields.get("draft_vocab_size", int, None), **windows, **factors)
         if config.draft_vocab_size == config.vocab_size:
             config = replace(config, draft_vocab_size=0)
+        config = replace(
+            config,
+            embedding_scale=own.get("input_embedding_scale", float, 1.0, minimum=1e-6),
+            logits_scale=own.get("output_multiplier", float, 1.0, minimum=1e-6),
+        )
+        is_causal = self._is_causal(own, config, is_own=layer is None)
+        block = self._block(own, config.vocab_size, is_causal, is_own=layer is None)
         family = FAMILIES[config.architecture]
         top = {"embedding": "embed_tokens", "norm": "norm", "lm_head": "lm_head", "layers": "layers"}
-        block = self._block(config.vocab_size, is_own=layer is None)
         return replace(config, block=block), replace(family, prefix="", top=top)
 
-    def _block(self, vocab_size: int, *, is_own: bool) -> BlockConfig:
+    def _own_fields(self) -> JsonFields:
+        """Return the fields of DFlash's authors, of which those in ``dflash_config`` come first."""
+        inner = self._fields.object("dflash_config")
+        values = self._fields.values | ({} if inner is None else inner.values)
+        return JsonFields(self._fields.path, values, CheckpointFormatError)
+
+    def _window_fields(self, source: JsonFields) -> dict[str, Any]:
+        """Return the fields of the windows, if ``layer_types`` names any; the layers' classes would ignore them."""
+        kinds: list[Any] = source.get("layer_types", list, [])
+        if any(kind not in (FULL, SLIDING) for kind in kinds):
+            raise UnsupportedModelError(
+                f"{source.path}: layer_types must be {FULL} and {SLIDING} alone, got {kinds!r:.80}"
+            )
+        if SLIDING not in kinds:
+            return {}
+        is_used = source.get("use_sliding_window", bool, True)
+        # Without a window these layers see the whole text, but still none of the tokens behind them.
+        window = source.get("sliding_window", int, minimum=1) if is_used else MAX_POSITION
+        return {"use_sliding_window": True, "sliding_window": window}
+
+    def _is_causal(self, own: JsonFields, config: ModelConfig, *, is_own: bool) -> bool:
+        """Return whether a block's tokens see none of those behind them in layers without a window, too."""
+        if is_own:
+            key = "causal" if own.values.get("is_causal") is None else "is_causal"
+            causal = own.get(key, bool, None)  # by default in layers with a window alone
+            hides, expected = causal is not False, True
+        else:
+            key, causal, expected = "sliding_window_non_causal", None, False
+            hides = not own.get(key, bool, True)
+        if any(config.windows) and not hides:
+            raise UnsupportedModelError(
+                f"{own.path}: {key} must be {expected} for layers with sliding windows, got {not expected}"
+            )
+        return bool(causal)
+
+    def _block(self, own: JsonFields, vocab_size: int, is_causal: bool, *, is_own: bool) -> BlockConfig:
         """Read what the head was trained for; ``is_own``: in the format of DFlash's authors."""
-        fields = self._fields
-        own = fields.object("dflash_config") if is_own else None
-        source = fields if own is None else own
         name = "target_layer_ids" if is_own else "aux_hidden_state_layer_ids"
-        layers: list[Any] = source.get(name, list)
+        layers: list[Any] = own.get(name, list)
         self._check_layer_ids(name, layers)
-        size: int = fields.get("block_size", int, minimum=2)
+        size: int = own.get("block_size", int, minimum=2)
         # speculators counts the layers whose inputs are read.
         outputs = tuple(layer if is_own else layer - 1 for layer in layers)
-        return BlockConfig(outputs, source.get("mask_token_id", int, minimum=0, maximum=vocab_size - 1), size)
+        mask = own.get("mask_token_id", int, minimum=0, maximum=vocab_size - 1)
+        return BlockConfig(outputs, mask, size, is_causal)

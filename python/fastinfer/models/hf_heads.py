@@ -60,15 +60,21 @@ class HFDraftCheckpoint(HFCheckpoint):
     Arguments and errors are those of :class:`HFCheckpoint`.
     """
 
-    def _layers_config(self, default_type: str, draft_vocab_size: int | None) -> ModelConfig:
-        """Read the configuration of the layers, from ``transformer_layer_config`` if there is one."""
+    def _layers_config(self, default_type: str, draft_vocab_size: int | None, **others: Any) -> ModelConfig:
+        """Read the configuration of the layers, from ``transformer_layer_config`` if there is one.
+
+        Args:
+            default_type: ``model_type`` where none is given.
+            draft_vocab_size: number of tokens that the head can draft; ``None`` for all.
+            others: fields to read instead of those in the file.
+        """
         fields, layer = self._fields, self._fields.object("transformer_layer_config")
         source = fields if layer is None else layer
         name = source.get("model_type", str, default_type)
         if name not in LAYERS:
             raise UnsupportedModelError(f"{fields.path}: model_type must be one of {list(LAYERS)}, got {name!r:.80}")
         values = source.values | {"architectures": [LAYERS[name]], "tie_word_embeddings": None}
-        values |= {"max_position_embeddings": MAX_POSITION, "draft_vocab_size": draft_vocab_size}
+        values |= {"max_position_embeddings": MAX_POSITION, "draft_vocab_size": draft_vocab_size, **others}
         return parse_hf_config(JsonFields(fields.path, values, CheckpointFormatError))
 
     def _check_layer_ids(self, name: str, ids: list[Any]) -> None:
