@@ -7,15 +7,19 @@ from fastinfer.models.structure import (
     COHERE,
     EXAONE4,
     FALCON_H1,
+    GEMMA,
     GEMMA2,
     GEMMA3,
     GEMMA4,
+    GLM4,
     GPT_OSS,
     GRANITE_HYBRID,
     GRANITE_SWA,
     HEAD_NORMS,
+    INTERLEAVED,
     JOINT_NORMS,
     LATENT,
+    LAYER_NORMS,
     LFM2,
     MUSE_GLIMMER,
     NEMOTRON_H,
@@ -97,7 +101,9 @@ class Family:
         prefix: prefix of all names, which some checkpoints leave out.
         defaults: values of config.json that its writers may leave out.
         structure: structure of the layers.
+        aliases: names of settings in other families, with those in this one.
         activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; ``None`` if config.json says it.
+        gated: whether the MLP has a gate.
         qkv_bias: whether Q, K and V have a bias although config.json does not say so.
         output_bias: whether the output of attention has a bias if Q, K and V have one by ``attention_bias``.
         sigmoid_router: whether experts are chosen by sigmoids and a bias.
@@ -117,7 +123,9 @@ class Family:
     prefix: str = "model."
     defaults: Mapping[str, object] = field(default_factory=dict)
     structure: Structure = field(default_factory=Structure)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     activation: str | None = None
+    gated: bool = True
     qkv_bias: bool = False
     output_bias: bool = True
     sigmoid_router: bool = False
@@ -210,7 +218,24 @@ _GEMMA4_UNIFIED = replace(
     },
 )
 _SLIDING = {"sliding_window": 4096}
+_WIDE_SLIDING = {"sliding_window": 8192}
 _MISTRAL = Family(defaults={"num_key_value_heads": 8, **_SLIDING})
+# One setting for all biases.
+_ONE_BIAS = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+_ERNIE = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "use_bias": False}
+_GLM = Family(
+    _LAYER | dict.fromkeys(("gate_proj", "up_proj"), "mlp.gate_up_proj"),
+    structure=INTERLEAVED,
+    output_bias=False,
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
+)
+_GLM4_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_mlp_norm": "post_mlp_layernorm"}
 _OLMO2 = Family(
     _LAYER | {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
     structure=OLMO2,
@@ -295,6 +320,36 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, defaults=_QWEN_WINDOWS),
     "Qwen3ForCausalLM": Family(structure=HEAD_NORMS, defaults=_QWEN_WINDOWS),
     "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False}),
+    "MinistralForCausalLM": _MISTRAL,
+    "CwmForCausalLM": Family(defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, **_WIDE_SLIDING}),
+    "SeedOssForCausalLM": Family(
+        output_bias=False, defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True}
+    ),
+    "ArceeForCausalLM": Family(activation="relu2", gated=False, defaults={"rms_norm_eps": 1e-5}),
+    "Ernie4_5ForCausalLM": Family(
+        structure=INTERLEAVED, aliases=_ONE_BIAS, defaults={"head_dim": 128, "num_key_value_heads": 2, **_ERNIE}
+    ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, layer=_GLM.layer | _GLM4_NORMS, structure=GLM4),
+    "Starcoder2ForCausalLM": Family(
+        _LAYER | {"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
+        structure=LAYER_NORMS,
+        aliases=_ONE_BIAS,
+        gated=False,
+        epsilon="norm_epsilon",
+        defaults={"norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "StableLmForCausalLM": Family(
+        structure=LAYER_NORMS,
+        aliases={"attention_bias": "use_qkv_bias"},
+        output_bias=False,
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+    ),
+    "GemmaForCausalLM": Family(
+        structure=GEMMA,
+        norm_offset=1.0,
+        defaults={"head_dim": 256, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
+    ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma4ForCausalLM": _GEMMA4,
@@ -335,6 +390,21 @@ FAMILIES: dict[str, Family] = {
         _LAYER | {"shared_expert": "mlp.shared_expert"},
         qkv_bias=True,
         defaults={**_QWEN_WINDOWS, "shared_expert_gate": True},
+    ),
+    "OlmoeForCausalLM": Family(structure=JOINT_NORMS, defaults={"rms_norm_eps": 1e-5}),
+    "Dots1ForCausalLM": Family(
+        structure=HEAD_NORMS, sigmoid_router=True, defaults={"sliding_window": 4096, "max_window_layers": 62}
+    ),
+    "SolarOpenForCausalLM": Family(
+        output_bias=False,
+        sigmoid_router=True,
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+        },
     ),
     "Qwen3MoeForCausalLM": Family(structure=HEAD_NORMS, defaults={"use_sliding_window": False, "sliding_window": 4096}),
     "Glm4MoeForCausalLM": Family(
@@ -472,6 +542,7 @@ FAMILIES: dict[str, Family] = {
         top=_TOP | {"embedding": "model.embeddings", "norm": "model.norm_f"},
         structure=NEMOTRON_H,
         activation="relu2",
+        gated=False,
         sigmoid_router=True,
         epsilon="layer_norm_epsilon",
         defaults={

@@ -29,7 +29,7 @@ from fastinfer.models.stored_layers import StoredLayers
 from fastinfer.models.structure import FALCON_H1, GEMMA4, NEMOTRON_H
 
 # Families that scale rotations where their files do not say how.
-_SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM")
+_SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", "CwmForCausalLM")
 # Families whose files may have a rotary base for each layer.
 _ROPE_BY_LAYER = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
 
@@ -75,10 +75,13 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
                 f"{path}: text_config.model_type must be mistral, ministral3 or mistral4, got {kind!r:.80}"
             )
     fields.values = {**family.defaults, **fields.values}
+    fields.values |= {usual: fields.values[own] for usual, own in family.aliases.items() if own in fields.values}
     if name == "GPT2LMHeadModel":
         return gpt2_config(fields)
     if name == "GraniteMoeHybridForCausalLM":
         fields.values |= granite_hybrid_fields(fields)
+    if name == "GemmaForCausalLM" and fields.values["hidden_act"] == "gelu":
+        fields.values["hidden_act"] = "gelu_pytorch_tanh"  # which the first files mean
     stored_layers: StoredLayers = ()
     if family.structure is NEMOTRON_H:
         stored_layers = prepare_nemotron_h(fields)
@@ -141,11 +144,11 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         latent_attention=rope.latent,
         unrotated_layers=unrotated,
         stored_layers=stored_layers,
-        gated=family.activation != "relu2",
+        gated=family.gated,
         activation=family.activation
         or activation(fields, "hidden_act" if fields.values.get("hidden_activation") is None else "hidden_activation"),
         qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias and family.output_bias,
+        output_bias=fields.get("attention_out_bias", bool, attention_bias and family.output_bias),
         mlp_bias=fields.get("mlp_bias", bool, False),
         attention_scale=rope.attention_scale if scalar is None else scalar**-0.5,
         attention_softcap=fields.get("attn_logit_softcapping", float, 0.0, minimum=0.0),
@@ -175,6 +178,13 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "norm_topk_prob", True)
     if name == "CohereForCausalLM":
         require(fields, "use_qk_norm", False)
+    if name == "GemmaForCausalLM":
+        require(fields, "use_bidirectional_attention", False)
+    if name == "StableLmForCausalLM":
+        require(fields, "qk_layernorm", False)
+        require(fields, "use_parallel_residual", False)
+    if name == "OlmoeForCausalLM" and fields.values.get("clip_qkv") is not None:
+        raise UnsupportedModelError(f"{fields.path}: clip_qkv must be null, got {fields.values['clip_qkv']!r:.80}")
     if name == "DeepseekV2ForCausalLM":
         require(fields, "topk_method", "greedy")
         require(fields, "norm_topk_prob", False)

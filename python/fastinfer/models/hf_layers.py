@@ -35,7 +35,7 @@ def attention_windows(fields: JsonFields, name: str, family: Family, num_layers:
 
 def _windowed_layers(fields: JsonFields, name: str, num_layers: int) -> Callable[[int], bool] | None:
     """Return which layers have a window; None where it is every layer, or all but each n-th."""
-    if name in ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"):
+    if name in ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM", "CwmForCausalLM"):
         return lambda layer: layer % 4 != 0
     if name == "MuseGlimmerForConditionalGeneration":
         full = _muse_glimmer_full_layers(num_layers)

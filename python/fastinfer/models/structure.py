@@ -94,6 +94,10 @@ def shared_kv_layers(windows: tuple[int, ...], num_shared: int) -> tuple[int, ..
 
 HEAD_NORMS = Structure(qk_norm="head")
 JOINT_NORMS = Structure(qk_norm="all")
+LAYER_NORMS = Structure(norm="layer_norm")
+INTERLEAVED = Structure(interleaved_rope=True)
+GLM4 = Structure(interleaved_rope=True, post_norms=True)
+GEMMA = Structure(scaled_embedding=True)
 GEMMA2 = Structure(post_norms=True, scaled_embedding=True, window_period=2)
 GEMMA3 = replace(GEMMA2, qk_norm="head", window_period=6)
 GEMMA4 = replace(GEMMA3, v_norm=True, layer_scales=True)
