@@ -202,6 +202,27 @@ def test_layers_that_do_not_know_positions(tmp_path: Path) -> None:
         read(tmp_path, "CohereForCausalLM", use_qk_norm=True)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "values", "message"),
+    [
+        ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False"),
+        ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm must be False, got True"),
+        ("StableLmForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual must be False, got True"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv must be null, got 8.0"),
+    ],
+)
+def test_settings_that_are_not_implemented(
+    tmp_path: Path, architecture: str, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, architecture, **values)
+
+
+def test_gemmas_gelu_is_the_one_by_tanh(tmp_path: Path) -> None:
+    assert read(tmp_path, "GemmaForCausalLM", hidden_act="gelu").activation == "gelu_tanh"
+    assert read(tmp_path, "LlamaForCausalLM", hidden_act="gelu").activation == "gelu"
+
+
 def test_longrope(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
     config = read(

@@ -135,8 +135,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("Ministral", {"sliding_window": 16, **HEADS}),
     "cwm": ("Cwm", {"num_hidden_layers": 5, "sliding_window": 16, **HEADS}),
     "seed-oss": ("SeedOss", HEADS | {"mlp_bias": True}),
+    "seed-oss-plain": ("SeedOss", HEADS),
     "seed-oss-biases": ("SeedOss", HEADS | {"attention_bias": False, "attention_out_bias": True}),
     "arcee": ("Arcee", {"rope_parameters": YARN}),
+    "arcee-plain": ("Arcee", HEADS),
     "arcee-biases": ("Arcee", HEADS | {"attention_bias": True, "mlp_bias": True}),
     "ernie4.5": ("Ernie4_5", HEADS),
     "ernie4.5-biases": ("Ernie4_5", HEADS | {"use_bias": True, "tie_word_embeddings": False}),
@@ -144,6 +146,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", HEADS | {"attention_bias": False}),
     "glm4-biases": ("Glm4", HEADS),
     "starcoder2": ("Starcoder2", {"sliding_window": 16}),
+    "starcoder2-full": ("Starcoder2", {}),
     "starcoder2-plain": ("Starcoder2", {"use_bias": False}),
     "stablelm": ("StableLm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "stablelm-plain": ("StableLm", {}),
@@ -161,6 +164,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("GptOss", HEADS | GPT_OSS),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "dots1-full": ("Dots1", HEADS | EXPERTS | GROUPS | {"n_shared_experts": 1, "norm_topk_prob": True}),
     "dots1": (
         "Dots1",
         HEADS

@@ -26,6 +26,15 @@ ARCHITECTURES = {
     "gemma3_text": ("gemma3", gguf.MODEL_ARCH.GEMMA3),
     "gemma4_text": ("gemma4", gguf.MODEL_ARCH.GEMMA4),
     "smollm3": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
+    "arcee": ("arcee", gguf.MODEL_ARCH.ARCEE),
+    "seed_oss": ("seed_oss", gguf.MODEL_ARCH.SEED_OSS),
+    "ernie4_5": ("ernie4_5", gguf.MODEL_ARCH.ERNIE4_5),
+    "glm4": ("glm4", gguf.MODEL_ARCH.GLM4),
+    "starcoder2": ("starcoder2", gguf.MODEL_ARCH.STARCODER2),
+    "stablelm": ("stablelm", gguf.MODEL_ARCH.STABLELM),
+    "olmoe": ("olmoe", gguf.MODEL_ARCH.OLMOE),
+    "dots1": ("dots1", gguf.MODEL_ARCH.DOTS1),
+    "gemma": ("gemma", gguf.MODEL_ARCH.GEMMA),
     "olmo2": ("olmo2", gguf.MODEL_ARCH.OLMO2),
     "olmo3": ("olmo2", gguf.MODEL_ARCH.OLMO2),
     "exaone4": ("exaone4", gguf.MODEL_ARCH.EXAONE4),
@@ -56,7 +65,7 @@ ARCHITECTURES = {
 
 
 # Those of Nemotron-H need not be undone, because nothing is rotated.
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "gpt-oss")
 
 
@@ -167,9 +176,12 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_head_count_kv(1)  # all heads see the same latent vectors
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
-    if hasattr(config, "layer_norm_eps"):
+    if architecture == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    elif hasattr(config, "layer_norm_eps"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
-        writer.add_logit_scale(config.logit_scale)
+        if hasattr(config, "logit_scale"):
+            writer.add_logit_scale(config.logit_scale)
     else:
         writer.add_layer_norm_rms_eps(config.norm_eps if architecture.startswith("lfm2") else config.rms_norm_eps)
     rope = config.rope_parameters
@@ -202,7 +214,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        writer.add_rope_dimension_count(int(config.head_dim * share))
+        head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        writer.add_rope_dimension_count(int(head_dim * share))
     if architecture.startswith("granite"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -222,9 +235,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
     if architecture == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
-    if architecture in ("glm4moe", "minimax-m2", "lfm2moe"):
+    if architecture in ("glm4moe", "minimax-m2", "lfm2moe", "dots1"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if architecture == "glm4moe":
+    if architecture in ("glm4moe", "dots1"):
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
@@ -358,7 +371,7 @@ def _converted(
         return [(f"blk.{name.split('.')[2]}.{part}.scale", values)]
     if architecture == "gemma4" and name.endswith("layer_scalar"):
         name += ".weight"
-    elif architecture in ("gemma2", "gemma3") and "norm" in name:
+    elif architecture in ("gemma", "gemma2", "gemma3") and "norm" in name:
         values = values + 1
     if architecture == "gpt2" and values.dim() == 2 and ".h." in name:
         values = values.T

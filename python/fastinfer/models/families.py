@@ -330,7 +330,7 @@ FAMILIES: dict[str, Family] = {
         structure=INTERLEAVED, aliases=_ONE_BIAS, defaults={"head_dim": 128, "num_key_value_heads": 2, **_ERNIE}
     ),
     "GlmForCausalLM": _GLM,
-    "Glm4ForCausalLM": replace(_GLM, layer=_GLM.layer | _GLM4_NORMS, structure=GLM4),
+    "Glm4ForCausalLM": replace(_GLM, layer={**_GLM.layer, **_GLM4_NORMS}, structure=GLM4),
     "Starcoder2ForCausalLM": Family(
         _LAYER | {"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
         structure=LAYER_NORMS,
