@@ -28,9 +28,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     engines = {0: LLM(args.model, **options)}
     for count in DRAFTS:
         engines[count] = LLM(args.model, draft_model=str(args.head), num_speculative_tokens=count, **options)
-    prompts: Any = [
-        {"prompt_token_ids": ids} for ids in read_prompts(str(args.data), engines[0].engine)[1][: args.prompts]
-    ]
+    held_out = read_prompts(str(args.data), engines[0].engine, lambda: False).held_out
+    prompts: Any = [{"prompt_token_ids": ids} for ids in held_out[: args.prompts]]
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     clock, seconds = CLOCKS[args.clock], {count: list[float]() for count in engines}
     for llm in engines.values():
