@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastinfer import _C, hub, ops
-from fastinfer.benchmarks.report import write_json
+from fastinfer.benchmarks.report import median_ratio, write_json
 from fastinfer.models import Model, load_model
 from fastinfer.models.batch import Batch
 from fastinfer.models.kv_cache import KVCache, LayerCache, num_blocks_for
@@ -221,8 +221,7 @@ def time_steps(
             start = now()
             graph.replay()
             own.append(now() - start)
-    ratios = [statistics.median(dense / mine for dense, mine in zip(samples[0], own, strict=True)) for own in samples]
-    return samples, ratios
+    return samples, [median_ratio(samples[0], own) for own in samples]
 
 
 def measure_settings(args: argparse.Namespace) -> list[dict[str, Any]]:
