@@ -110,12 +110,10 @@ def measure_speeds(teacher: str, student: Path, texts: list[list[int]]) -> dict[
 
 def plot(report: dict[str, Any], path: Path) -> Path:
     """Plot a report, as :meth:`Report.as_json` returns it, into a PNG file and return its path. Needs matplotlib."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, ((gap, perplexity), (accepted, speed)) = pyplot.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    (gap, perplexity), (accepted, speed) = figure.subplots(2, 2)
     points = report["points"]
     minutes = [point["seconds"] / 60 for point in points]
     gap.plot(minutes, [100 * point["gap_closed"] for point in points], "o-")
@@ -135,5 +133,4 @@ def plot(report: dict[str, Any], path: Path) -> Path:
     speed.invert_yaxis()
     speed.set_xlabel("generated tokens/s, one sequence")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return path

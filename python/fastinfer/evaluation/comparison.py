@@ -129,12 +129,10 @@ def as_json(results: list[Result]) -> list[dict[str, Any]]:
 
 def plot(results: list[Result], path: Path) -> Path:
     """Plot perplexity over size into a PNG file and return its path. Needs matplotlib."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for result in results:
         axes.plot(result.bytes / 2**20, result.perplexity, "o", label=Path(result.model).name)
     axes.legend()
@@ -142,7 +140,6 @@ def plot(results: list[Result], path: Path) -> Path:
     axes.set_ylabel("perplexity")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return path
 
 
