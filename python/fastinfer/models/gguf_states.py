@@ -6,7 +6,7 @@ import numpy as np
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.models.config import MAX_LAYERS, MAX_SIZE
+from fastinfer.models.config import MAX_SIZE
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_nemotron import nemotron_h_layers
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
@@ -33,7 +33,6 @@ def state_layers(file: GGUFFile, architecture: str, num_blocks: int) -> StateLay
     """Return which layers have a state instead of keys and values, given the number of the file's layers."""
     structure = ARCHITECTURES[architecture].structure
     if structure is FALCON_H1:
-        file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)
         return StateLayers((True, False) * num_blocks, split_layers(num_blocks))
     if structure is NEMOTRON_H:
         stored, flags, sizes = nemotron_h_layers(file, architecture, num_blocks)
