@@ -8,14 +8,13 @@ the same answers take turns; their tokens must be equal. The clock is that of th
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from fastinfer import LLM, SamplingParams, hub
-from fastinfer.benchmarks.report import write_json
+from fastinfer.benchmarks.report import median_ratio, write_json
 from fastinfer.train_head.prompts import read_prompts
 from fastinfer.utils.table import format_table
 
@@ -28,9 +27,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     engines = {0: LLM(args.model, **options)}
     for count in DRAFTS:
         engines[count] = LLM(args.model, draft_model=str(args.head), num_speculative_tokens=count, **options)
-    prompts: Any = [
-        {"prompt_token_ids": ids} for ids in read_prompts(str(args.data), engines[0].engine)[1][: args.prompts]
-    ]
+    held_out = read_prompts(str(args.data), engines[0].engine, lambda: False).held_out
+    prompts: Any = [{"prompt_token_ids": ids} for ids in held_out[: args.prompts]]
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     clock, seconds = CLOCKS[args.clock], {count: list[float]() for count in engines}
     for llm in engines.values():
@@ -46,13 +44,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for count, llm in engines.items():
         stats = llm.engine.stats()
-        ratios = [plain / own for plain, own in zip(seconds[0], seconds[count], strict=True)]
         results.append(
             {
                 "drafts": count,
                 "seconds": seconds[count],
                 "speedup": sum(seconds[0]) / sum(seconds[count]),
-                "median_ratio": statistics.median(ratios),
+                "median_ratio": median_ratio(seconds[0], seconds[count]),
                 "accepted": stats.num_accepted_tokens / max(stats.num_drafted_tokens, 1),
             }
         )

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fastinfer.benchmarks.report import write_json
+from fastinfer.benchmarks.report import median_ratio, write_json
 from fastinfer.utils.table import format_table
 
 KINDS = ("cold", "cold, stores", "restart", "restart, dropped")
@@ -91,7 +91,7 @@ def report(samples: dict[str, list[float]]) -> str:
     """Return medians, and ratios to the cold time of the same turn."""
     rows = [["process", "first token ms", "of cold"]]
     for kind, seconds in samples.items():
-        ratio = statistics.median(own / cold for own, cold in zip(seconds, samples["cold"], strict=True))
+        ratio = median_ratio(seconds, samples["cold"])
         rows.append([kind, f"{statistics.median(seconds) * 1e3:.1f}", f"{ratio:.3f}"])
     return format_table(rows)
 

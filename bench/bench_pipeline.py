@@ -13,7 +13,7 @@ from typing import Any
 
 from fastinfer import LLM, SamplingParams, hub
 from fastinfer._C import set_num_threads
-from fastinfer.benchmarks.report import write_json
+from fastinfer.benchmarks.report import median_ratio, write_json
 from fastinfer.engine.rank_worker import RankWorker
 
 CASES = ("one process", "one in flight", "all stages")
@@ -81,11 +81,7 @@ def report(samples: dict[str, dict[str, list[float]]]) -> None:
     for work, cases in samples.items():
         print(work)
         for case, taken in cases.items():
-            ratios = [
-                f"{statistics.median(a / b for a, b in zip(cases[other], taken, strict=True)):.2f} x {other}"
-                for other in CASES
-                if other != case
-            ]
+            ratios = [f"{median_ratio(cases[other], taken):.2f} x {other}" for other in CASES if other != case]
             print(f"  {case:14} {1e3 * statistics.median(taken):8.1f} ms   {', '.join(ratios)}")
 
 

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastinfer import _C, SamplingParams
+from fastinfer import SamplingParams
 from fastinfer.benchmarks.report import median_ratio, write_json
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.prompt_layout import Piece, PromptLayout
 from fastinfer.utils.table import format_table
+from fastinfer.utils.torch_threads import set_num_threads
 
 DATA = Path(__file__).parents[1] / "tests/data"
 TEXTS = [DATA / f"{name}.txt" for name in ("project_documents", "python_execution_model", "python_import_system")]
@@ -170,8 +171,7 @@ def main() -> int:
     parser.add_argument("--only", choices=["quality", "time"])
     parser.add_argument("--out", type=Path, help="folder for prompt_modules.json")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    _C.set_num_threads(args.threads)
+    set_num_threads(args.threads)
     subject = Subject.load(args.model, device="cpu")
     measures = {"time": measure_time, "quality": measure_quality}
     results = {name: measure(args, subject) for name, measure in measures.items() if args.only in (None, name)}

@@ -26,13 +26,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fastinfer import _C, hub, ops
-from fastinfer.benchmarks.report import write_json
+from fastinfer import hub, ops
+from fastinfer.benchmarks.report import median_ratio, write_json
 from fastinfer.models import Model, load_model
 from fastinfer.models.batch import Batch
 from fastinfer.models.kv_cache import KVCache, LayerCache, num_blocks_for
 from fastinfer.models.sparse_attention import SparseRows
 from fastinfer.utils.table import format_table
+from fastinfer.utils.torch_threads import set_num_threads
 
 DATA = Path(__file__).parents[1] / "tests/data"
 TEXTS = [DATA / f"{name}.txt" for name in ("project_documents", "python_execution_model", "python_import_system")]
@@ -221,8 +222,7 @@ def time_steps(
             start = now()
             graph.replay()
             own.append(now() - start)
-    ratios = [statistics.median(dense / mine for dense, mine in zip(samples[0], own, strict=True)) for own in samples]
-    return samples, ratios
+    return samples, [median_ratio(samples[0], own) for own in samples]
 
 
 def measure_settings(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -298,8 +298,7 @@ def main() -> int:
     parser.add_argument("--only", choices=["quality", "time", "settings"])
     parser.add_argument("--out", type=Path, help="folder for sparse_attention.json, or sparse_attention_settings.json")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    _C.set_num_threads(args.threads)
+    set_num_threads(args.threads)
     torch.manual_seed(0)
     measures = {"time": measure_time, "quality": measure_quality, "settings": measure_settings}
     chosen = ["time", "quality"] if args.only is None else [args.only]

@@ -108,13 +108,14 @@ def measure(args: argparse.Namespace) -> dict[str, dict[int, list[float]]]:
 
 def report(samples: dict[str, dict[int, list[float]]]) -> str:
     """Return the medians of all rounds, and the ratios to this version's."""
+    from fastinfer.benchmarks.report import median_ratio
     from fastinfer.utils.table import format_table
 
     rows = [["version", "batch", "ms outside the graphs", "of this version's"]]
     first = next(iter(samples.values()))
     for name, batches in samples.items():
         for batch, seconds in batches.items():
-            ratio = statistics.median(own / base for own, base in zip(seconds, first[batch], strict=True))
+            ratio = median_ratio(seconds, first[batch])
             rows.append([name, str(batch), f"{statistics.median(seconds) * 1e3:.3f}", f"{ratio:.2f}"])
     return format_table(rows)
 

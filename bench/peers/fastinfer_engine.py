@@ -1,16 +1,15 @@
 """fastinfer through its Python interface, including sampling and detokenisation."""
 
-import torch
 from clock import now
 
 import fastinfer
-from fastinfer import _C, LLM, SamplingParams
+from fastinfer import LLM, SamplingParams
+from fastinfer.utils.torch_threads import set_num_threads
 
 
 class Fastinfer:
     def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int, dtype: str = "auto") -> None:
-        torch.set_num_threads(threads)
-        _C.set_num_threads(threads)
+        set_num_threads(threads)
         self._llm = LLM(model, dtype=dtype, enable_prefix_caching=False)  # off in all engines
 
     @staticmethod

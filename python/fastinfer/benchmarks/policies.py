@@ -83,13 +83,12 @@ def mixed_trace(
     rate: float | None,
     prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
     new_tokens: tuple[int, int] = NEW_TOKENS,
-    seed: int = 0,
 ) -> list[Job]:
     """Create jobs with log-uniform lengths in the two ranges.
 
     They arrive together, or as a Poisson process of ``rate`` per second.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     jobs, arrival_s = [], 0.0
     for _ in range(num_requests):
         params = SamplingParams(temperature=0, max_tokens=_log_uniform(rng, *new_tokens), ignore_eos=True)

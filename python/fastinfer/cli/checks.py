@@ -83,7 +83,7 @@ def check_bench(args: argparse.Namespace) -> None:
     """Check the arguments of a benchmark."""
     _check_benchmark(args)
     if args.out is not None:
-        _make_folder("out", args.out)
+        _make_folder(args.out)
 
 
 def _check_benchmark(args: argparse.Namespace) -> None:
@@ -139,7 +139,7 @@ def check_train_head(args: argparse.Namespace) -> None:
         _read_text("data", args.data)
     check_new_folder("--out", Path(args.out))
     hub.resolve(args.model)
-    _make_folder("out", args.out)
+    _make_folder(args.out)
 
 
 def check_distill(args: argparse.Namespace) -> None:
@@ -154,7 +154,7 @@ def check_distill(args: argparse.Namespace) -> None:
     if args.evaluation is not None:
         _read_text("evaluation", args.evaluation)
     hub.resolve(args.teacher)
-    _make_folder("out", args.out)
+    _make_folder(args.out)
 
 
 def check_eval(args: argparse.Namespace) -> None:
@@ -164,7 +164,7 @@ def check_eval(args: argparse.Namespace) -> None:
     for model in args.models:
         hub.resolve(model)
     if vars(args).get("out") is not None:
-        _make_folder("out", args.out)
+        _make_folder(args.out)
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -216,11 +216,11 @@ def _check_sections(tokens: int, context: int) -> None:
         raise RequestError(f"--tokens: expected at least {context}, those of one section (--context), got {tokens}")
 
 
-def _make_folder(option: str, path: str) -> None:
+def _make_folder(path: str) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise RequestError(f"--{option}: expected a folder, got {show_path(path)}: {error.strerror}") from None
+        raise RequestError(f"--out: expected a folder, got {show_path(path)}: {error.strerror}") from None
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -10,11 +10,11 @@ from typing import Any
 
 from fastinfer.distill.settings import Settings
 from fastinfer.distill.trainer import Point
+from fastinfer.evaluation.comparison import SPEED_REPEATS, SPEED_TOKENS, decode_speed
 from fastinfer.llm import LLM
-from fastinfer.sampling_params import SamplingParams
 from fastinfer.utils.table import format_table
 
-SPEED_TOKENS, SPEED_REPEATS, DRAFTED = 64, 3, 3
+DRAFTED = 3
 
 
 @dataclass(eq=False)
@@ -95,27 +95,20 @@ def measure_speeds(teacher: str, student: Path, texts: list[list[int]]) -> dict[
         "student": LLM(str(student), **options),
         "teacher, student as draft": LLM(teacher, draft_model=str(student), num_speculative_tokens=DRAFTED, **options),
     }
-    params = SamplingParams(temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
     prompts = [text[: len(text) // 2] for text in texts[: SPEED_REPEATS + 1]]
     speeds: dict[str, list[float]] = {name: [] for name in models}
     for prompt in prompts:
         for name, llm in models.items():
-            (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
-            times = output.metrics
-            assert times.first_token_time is not None
-            assert times.finish_time is not None
-            speeds[name].append((SPEED_TOKENS - 1) / (times.finish_time - times.first_token_time))
+            speeds[name].append(decode_speed(llm, prompt))
     return {name: median(values[1:] or values) for name, values in speeds.items()}  # the first run is the warm-up
 
 
 def plot(report: dict[str, Any], path: Path) -> Path:
     """Plot a report, as :meth:`Report.as_json` returns it, into a PNG file and return its path. Needs matplotlib."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, ((gap, perplexity), (accepted, speed)) = pyplot.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    (gap, perplexity), (accepted, speed) = figure.subplots(2, 2)
     points = report["points"]
     minutes = [point["seconds"] / 60 for point in points]
     gap.plot(minutes, [100 * point["gap_closed"] for point in points], "o-")
@@ -135,5 +128,4 @@ def plot(report: dict[str, Any], path: Path) -> Path:
     speed.invert_yaxis()
     speed.set_xlabel("generated tokens/s, one sequence")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return path

@@ -14,18 +14,15 @@ class Draw:
     Args:
         collect: function that waits for the tokens and returns them, one per row of logits.
         token_ids: [rows] int64 token ids in the GPU's memory; ``None`` on a CPU.
+
+    Attributes:
         errors: rows that failed before they were drawn, and why.
     """
 
-    def __init__(
-        self,
-        collect: Callable[[], list[SampledToken]],
-        token_ids: Tensor | None = None,
-        errors: dict[int, Exception] | None = None,
-    ) -> None:
+    def __init__(self, collect: Callable[[], list[SampledToken]], token_ids: Tensor | None = None) -> None:
         self._collect = collect
         self._token_ids = token_ids
-        self.errors = errors or {}
+        self.errors: dict[int, Exception] = {}
 
     def tokens(self) -> list[SampledToken]:
         """Wait for the tokens and return them; a row that failed has a token with an error."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastinfer.engine.grammar_source import check_installed, grammar_source, refusal, shorten
+from fastinfer.engine.token_rules import allow
 from fastinfer.errors import RequestError
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ class Grammar:
         if self._num_ends:
             words[:] = 0
             for token_id in self._eos_ids:
-                words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+                allow(words, token_id)
             return
         start = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)

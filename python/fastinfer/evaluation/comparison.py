@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -117,6 +118,16 @@ def compare(
     return results
 
 
+def decode_speed(llm: LLM, prompt: list[int]) -> float:
+    """Decode one sequence of :data:`SPEED_TOKENS` greedily and return its speed after the first token, in tokens/s."""
+    params = SamplingParams(temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+    times = output.metrics
+    assert times.first_token_time is not None
+    assert times.finish_time is not None
+    return (SPEED_TOKENS - 1) / (times.finish_time - times.first_token_time)
+
+
 def report(results: list[Result]) -> str:
     """Format the results as a table."""
     return format_table([HEADER, *(result.row() for result in results)])
@@ -129,12 +140,10 @@ def as_json(results: list[Result]) -> list[dict[str, Any]]:
 
 def plot(results: list[Result], path: Path) -> Path:
     """Plot perplexity over size into a PNG file and return its path. Needs matplotlib."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for result in results:
         axes.plot(result.bytes / 2**20, result.perplexity, "o", label=Path(result.model).name)
     axes.legend()
@@ -142,7 +151,6 @@ def plot(results: list[Result], path: Path) -> Path:
     axes.set_ylabel("perplexity")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return path
 
 
@@ -206,12 +214,5 @@ class _Reference:
 def _measure_speed(name: str, options: dict[str, Any], prompt: list[int]) -> float:
     """Return the median speed of decoding one sequence, in tokens/s."""
     llm = LLM(name, max_model_len=SPEED_PROMPT + SPEED_TOKENS, enable_prefix_caching=False, **options)
-    params = SamplingParams(temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
-    speeds = []
-    for _ in range(SPEED_REPEATS + 1):  # the first run is the warm-up
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
-        times = output.metrics
-        assert times.first_token_time is not None
-        assert times.finish_time is not None
-        speeds.append((SPEED_TOKENS - 1) / (times.finish_time - times.first_token_time))
-    return sorted(speeds[1:])[SPEED_REPEATS // 2]
+    speeds = [decode_speed(llm, prompt) for _ in range(SPEED_REPEATS + 1)]
+    return median(speeds[1:])  # the first run is the warm-up

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastinfer.formats.linear_tensors import LinearTensors
 from fastinfer.formats.nvfp4 import HALVES
+from fastinfer.formats.packed_integers import unpack_integers
 from fastinfer.formats.unpacked import Dense, Lut
 
 MXFP4_GROUP = 32
@@ -73,7 +74,7 @@ class MXFP4Experts:
 
     def expert(self, index: int, rows: slice) -> Lut:
         """Unpack rows of the weight of one expert, [rows, in]."""
-        return Lut(_unpack(self.blocks[index, rows]), self.scales[index, rows], table=MXFP4_TABLE)
+        return Lut(unpack_integers(self.blocks[index, rows], 4), self.scales[index, rows], table=MXFP4_TABLE)
 
 
 def read_mxfp4(layer: LinearTensors, weight_name: str, scale_name: str) -> Lut:
@@ -87,7 +88,7 @@ def read_mxfp4(layer: LinearTensors, weight_name: str, scale_name: str) -> Lut:
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     layer.group_size(MXFP4_GROUP, columns)
     scales = _read_scales(layer, scale_name, (rows, columns // MXFP4_GROUP))
-    return Lut(_unpack(packed), scales, table=MXFP4_TABLE)
+    return Lut(unpack_integers(packed, 4), scales, table=MXFP4_TABLE)
 
 
 def _read_scales(layer: LinearTensors, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -99,10 +100,3 @@ def _read_scales(layer: LinearTensors, name: str, shape: tuple[int, ...]) -> Ten
     fits = smallest in FP16_EXPONENTS and largest in FP16_EXPONENTS
     scales = SCALES.half() if fits else SCALES
     return torch.from_numpy(scales.numpy()[exponents.numpy()])
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    """Unpack rows of bytes to [rows, in] uint8."""
-    bytes_ = packed.to(torch.int16)
-    # The lower half of a byte becomes a byte, the upper half the next one.
-    return bytes_.bitwise_or_(bytes_ << 4).bitwise_and_(0x0F0F).view(torch.uint8).flatten(1)

@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def unpack_integers(words: Tensor, bits: int) -> Tensor:
-    """Unpack [rows, n] int32 to [rows, n * 32 / bits] uint8; for 3, 5 and 6 bits n is a multiple of bits."""
+    """Unpack [rows, n] int32 to [rows, n * 32 / bits] uint8; for 3, 5 and 6 bits n is a multiple of bits.
+
+    Rows of 2, 4 or 8 bits may also be of bytes, and have several dimensions.
+    """
     stored = np.ascontiguousarray(words.numpy()).view(np.uint8)
     if bits == 8:
         values = stored.copy()  # the result must not share memory with the file

@@ -219,3 +219,8 @@ def split_name(name: str) -> tuple[int, str, str]:
     """Split a name into layer, part and rest: ``layers.3.experts.5.up_proj`` gives (3, "experts", "5.up_proj")."""
     _, layer, part, *rest = name.split(".", 3)
     return int(layer), part, rest[0] if rest else ""
+
+
+def expert_index(name: str) -> int | None:
+    """Return the index of an expert from the name of one of its matrices; ``None`` for another name."""
+    return int(split_name(name)[2].partition(".")[0]) if ".experts." in name else None

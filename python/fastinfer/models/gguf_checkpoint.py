@@ -15,6 +15,7 @@ from fastinfer.formats.unpacked import Dense, Int8, Lut, Unpacked
 from fastinfer.models.checkpoint import (
     ModelPart,
     decoder_layers,
+    expert_index,
     fused_rows,
     rows_by_key_head,
     split_name,
@@ -173,8 +174,8 @@ class GGUFCheckpoint:
         stored = self._stored(matrix) + (".bias" if is_bias else suffixes.get(part, ".weight"))
         tensor = self._get(stored)
         data, shape = tensor.data.reshape(1, -1), tensor.shape
-        if ".experts." in name and len(shape) == 2 and shape[0] == self.config.num_experts:
-            expert = int(split_name(name)[2].partition(".")[0])
+        expert = expert_index(name)
+        if expert is not None and len(shape) == 2 and shape[0] == self.config.num_experts:
             data, shape = tensor.data[expert : expert + 1], shape[1:]
         unpacked = unpack_rows(data, tensor.type, stored)
         if not isinstance(unpacked, Dense):
@@ -250,8 +251,7 @@ class GGUFCheckpoint:
             last = "v_proj" if stored.endswith("attn_qkv.weight") else "up_proj"
             whole = fused_rows(self.config, split_name(name)[0], last).stop
             shape = (whole, in_features)
-        elif ".experts." in name:
-            expert = int(split_name(name)[2].partition(".")[0])
+        elif (expert := expert_index(name)) is not None:
             halves = 2 if stored.endswith("gate_up_exps.weight") else 1
             first = halves * expert + (halves == 2 and name.endswith("up_proj"))
             rows = slice(first * out_features, (first + 1) * out_features)
@@ -275,12 +275,13 @@ class GGUFCheckpoint:
                 f"{self.path}: tensor {stored!r} is supported for weights in NVFP4, got {tensor.type.name}"
             )
         scale = self._get(stored)
-        shape = (self.config.num_experts,) if ".experts." in name else (1,)
+        expert = expert_index(name)
+        shape = (1,) if expert is None else (self.config.num_experts,)
         if scale.shape != shape or scale.type is not GGUFType.F32:
             got = f"{scale.type.name} {scale.shape}"
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must be F32 with the shape {shape}, got {got}")
         factors = torch.from_numpy(scale.data.reshape(-1).view("<f4"))
-        factor = factors[int(split_name(name)[2].partition(".")[0]) if ".experts." in name else 0]
+        factor = factors[expert or 0]
         if not (factor * E4M3_MAX).isfinite():
             raise GGUFFormatError(f"{self.path}: tensor {stored!r}: expected finite numbers, got {factor:g}")
         return factor

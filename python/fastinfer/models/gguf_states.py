@@ -6,7 +6,7 @@ import numpy as np
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.models.config import MAX_LAYERS, MAX_SIZE
+from fastinfer.models.config import MAX_SIZE
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_nemotron import nemotron_h_layers
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
@@ -33,7 +33,6 @@ def state_layers(file: GGUFFile, architecture: str, num_blocks: int) -> StateLay
     """Return which layers have a state instead of keys and values, given the number of the file's layers."""
     structure = ARCHITECTURES[architecture].structure
     if structure is FALCON_H1:
-        file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)
         return StateLayers((True, False) * num_blocks, split_layers(num_blocks))
     if structure is NEMOTRON_H:
         stored, flags, sizes = nemotron_h_layers(file, architecture, num_blocks)
@@ -89,20 +88,14 @@ def state_sizes(file: GGUFFile, architecture: str, hidden_size: int) -> StateCon
 def _linear_attention(file: GGUFFile, architecture: str) -> LinearAttentionConfig:
     """Return the sizes of the layers with linear attention, which must be those that the operators support."""
     prefix = f"{architecture}.ssm"
-
-    def size(key: str) -> int:
-        return file.get(f"{prefix}.{key}", int, minimum=1, maximum=MAX_SIZE)
-
-    key_heads, value_heads, inner = size("group_count"), size("time_step_rank"), size("inner_size")
-    for key, value, factor in (("time_step_rank", value_heads, key_heads), ("inner_size", inner, value_heads)):
-        if value % factor:
-            raise GGUFFormatError(f"{file.path}: {prefix}.{key}: expected a multiple of {factor}, got {value}")
+    read = _read_sizes(file, prefix)
+    key_heads, value_heads = read["group_count"], read["time_step_rank"]
     sizes = LinearAttentionConfig(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
-        key_dim=size("state_size"),
-        value_dim=inner // value_heads,
-        kernel_size=size("conv_kernel"),
+        key_dim=read["state_size"],
+        value_dim=read["inner_size"] // value_heads,
+        kernel_size=read["conv_kernel"],
         tiled_output=ARCHITECTURES[architecture].tiled_values and value_heads > key_heads,
     )
     value_dim = f"{prefix}.inner_size / {prefix}.time_step_rank"
@@ -114,27 +107,33 @@ def _linear_attention(file: GGUFFile, architecture: str) -> LinearAttentionConfi
 def _mamba2(file: GGUFFile, architecture: str) -> Mamba2Config:
     """Return the sizes of the Mamba-2 layers, which must be those that the operators support."""
     prefix = f"{architecture}.ssm"
-
-    def size(key: str) -> int:
-        return file.get(f"{prefix}.{key}", int, minimum=1, maximum=MAX_SIZE)
-
-    heads, inner, groups = size("time_step_rank"), size("inner_size"), size("group_count")
-    for key, value, factor in (("time_step_rank", heads, groups), ("inner_size", inner, heads)):
-        if value % factor:
-            raise GGUFFormatError(f"{file.path}: {prefix}.{key}: expected a multiple of {factor}, got {value}")
+    read = _read_sizes(file, prefix)
+    heads = read["time_step_rank"]
     has_conv_bias = any(name.endswith(".ssm_conv1d.bias") for name in file.tensors)
     # Only Falcon-H1 may have none.
     is_optional = ARCHITECTURES[architecture].structure is FALCON_H1
     sizes = Mamba2Config(
         num_heads=heads,
-        head_dim=inner // heads,
-        state_dim=size("state_size"),
-        num_groups=groups,
-        kernel_size=size("conv_kernel"),
+        head_dim=read["inner_size"] // heads,
+        state_dim=read["state_size"],
+        num_groups=read["group_count"],
+        kernel_size=read["conv_kernel"],
         conv_bias=has_conv_bias,
         has_norm=not is_optional or any(name.endswith(".ssm_norm.weight") for name in file.tensors),
     )
     head_dim = f"{prefix}.inner_size / {prefix}.time_step_rank"
     if problem := sizes.unsupported(head_dim, f"{prefix}.state_size", f"{prefix}.conv_kernel"):
         raise UnsupportedModelError(f"{file.path}: {problem}")
+    return sizes
+
+
+def _read_sizes(file: GGUFFile, prefix: str) -> dict[str, int]:
+    """Read the sizes of the layers with states, and check that heads and groups divide each other evenly."""
+    keys = ("group_count", "time_step_rank", "inner_size", "state_size", "conv_kernel")
+    sizes = {key: file.get(f"{prefix}.{key}", int, minimum=1, maximum=MAX_SIZE) for key in keys}
+    for key, divisor in (("time_step_rank", "group_count"), ("inner_size", "time_step_rank")):
+        if sizes[key] % sizes[divisor]:
+            raise GGUFFormatError(
+                f"{file.path}: {prefix}.{key}: expected a multiple of {sizes[divisor]}, got {sizes[key]}"
+            )
     return sizes

@@ -20,6 +20,7 @@ from fastinfer.models.checkpoint import (
     ModelPart,
     check_draft_tokens,
     decoder_layers,
+    expert_index,
     fused_rows,
     rows_by_key_head,
     split_name,
@@ -265,11 +266,11 @@ class HFCheckpoint:
 
     def _stacked_expert(self, name: str) -> int | None:
         """Return the index of an expert whose projection is stored in one tensor with those of the others."""
-        return _expert_index(name) if self._is_stacked else None
+        return expert_index(name) if self._is_stacked else None
 
     def _joined_expert(self, name: str) -> int | None:
         """Return the same of an expert whose tensors MLX has joined, each of them along a first dimension."""
-        return _expert_index(name) if self._is_mlx else None
+        return expert_index(name) if self._is_mlx else None
 
     def _expert(self, module: str, expert: int, rows: slice, out_features: int, in_features: int) -> Unpacked:
         """Read rows of one expert's matrix [out_features, in_features], which is stored with those of the others."""
@@ -401,8 +402,3 @@ class HFCheckpoint:
                 f"{self.path}: tensor {self.stored_name('lm_head') + '.weight'!r} is missing, and config.json says "
                 "that the output layer is not the embedding (tie_word_embeddings)"
             )
-
-
-def _expert_index(name: str) -> int | None:
-    """Return the index of an expert from the name of one of its matrices."""
-    return int(split_name(name)[2].partition(".")[0]) if ".experts." in name else None

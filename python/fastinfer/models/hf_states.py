@@ -44,9 +44,10 @@ def short_conv(fields: JsonFields, size: Sizes) -> ShortConvConfig:
     """Return the sizes of these layers, which must be those that the operators support."""
     for key in ("use_pos_enc", "block_use_swiglu"):  # of the first published files, which transformers does not read
         require(fields, key, True)
-    sizes = ShortConvConfig(size("hidden_size"), size("conv_L_cache"), fields.get("conv_bias", bool, False))
-    check_kernel_size(fields, "conv_L_cache", sizes.kernel_size)
-    return sizes
+    kernel_size = size("conv_L_cache")
+    if not 2 <= kernel_size <= 4:
+        raise UnsupportedModelError(f"{fields.path}: conv_L_cache must be from 2 to 4, got {kernel_size}")
+    return ShortConvConfig(size("hidden_size"), kernel_size, fields.get("conv_bias", bool, False))
 
 
 def adjusted_intermediate_size(fields: JsonFields, size: Sizes) -> int:
@@ -184,9 +185,3 @@ def layers_of_kind(fields: JsonFields, kind: str, kinds: Sequence[object], num_l
         if each not in kinds:
             raise UnsupportedModelError(f"{fields.path}: layer_types: expected at least one {each}, got none")
     return tuple(each == kind for each in kinds)
-
-
-def check_kernel_size(fields: JsonFields, key: str, kernel_size: int) -> None:
-    """Refuse a convolution that :func:`fastinfer.ops.causal_conv1d` does not compute."""
-    if not 2 <= kernel_size <= 4:
-        raise UnsupportedModelError(f"{fields.path}: {key} must be from 2 to 4, got {kernel_size}")

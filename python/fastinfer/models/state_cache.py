@@ -43,7 +43,7 @@ class StateCache:
         return [self.conv] if self.recurrent is None else [self.conv, self.recurrent]
 
 
-def state_bytes(sizes: StateConfig, dtype: torch.dtype = torch.float32) -> int:
-    """Return the size in bytes of one layer's slot, for hidden states of this dtype; that of fp32 is the largest."""
-    conv = (sizes.kernel_size - 1) * sizes.conv_dim * dtype.itemsize
-    return conv + (0 if sizes.recurrent_shape is None else math.prod(sizes.recurrent_shape) * 4)
+def state_bytes(sizes: StateConfig) -> int:
+    """Return the size in bytes of one layer's slot for hidden states in fp32, the largest ones."""
+    conv = (sizes.kernel_size - 1) * sizes.conv_dim
+    return 4 * (conv + math.prod(sizes.recurrent_shape or (0,)))

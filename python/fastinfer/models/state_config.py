@@ -51,12 +51,7 @@ class LinearAttentionConfig:
 
     def unsupported(self, key_dim: str, value_dim: str, kernel_size: str) -> str:
         """Return which size the operators do not support, by these names of sizes in a file; empty if there is none."""
-        for name, size in ((key_dim, self.key_dim), (value_dim, self.value_dim)):
-            if size % 16 or size > 256:
-                return f"{name} must be a multiple of 16 up to 256, got {size}"
-        if not 2 <= self.kernel_size <= 4:
-            return f"{kernel_size} must be from 2 to 4, got {self.kernel_size}"
-        return ""
+        return _unsupported({key_dim: self.key_dim, value_dim: self.value_dim}, kernel_size, self.kernel_size)
 
 
 @dataclass(frozen=True)
@@ -150,12 +145,17 @@ class Mamba2Config:
 
     def unsupported(self, head_dim: str, state_dim: str, kernel_size: str) -> str:
         """Return which size the operators do not support, by these names of sizes in a file; empty if there is none."""
-        for name, size in ((head_dim, self.head_dim), (state_dim, self.state_dim)):
-            if size % 16 or size > 256:
-                return f"{name} must be a multiple of 16 up to 256, got {size}"
-        if not 2 <= self.kernel_size <= 4:
-            return f"{kernel_size} must be from 2 to 4, got {self.kernel_size}"
-        return ""
+        return _unsupported({head_dim: self.head_dim, state_dim: self.state_dim}, kernel_size, self.kernel_size)
 
 
 StateConfig = LinearAttentionConfig | ShortConvConfig | Mamba2Config
+
+
+def _unsupported(dims: dict[str, int], kernel_name: str, kernel_size: int) -> str:
+    """Return which of these named sizes the operators do not support; empty if there is none."""
+    for name, size in dims.items():
+        if size % 16 or size > 256:
+            return f"{name} must be a multiple of 16 up to 256, got {size}"
+    if not 2 <= kernel_size <= 4:
+        return f"{kernel_name} must be from 2 to 4, got {kernel_size}"
+    return ""

@@ -106,10 +106,6 @@ def _(weight: Tensor, ids: Tensor, residual: Tensor | None = None, dtype: torch.
 
 
 @fake("silu_and_mul")
-def _(x: Tensor) -> Tensor:
-    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
-
-
 @fake("clamped_swiglu")
 def _(x: Tensor) -> Tensor:
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])

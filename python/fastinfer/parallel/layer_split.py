@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 from fastinfer.errors import RequestError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.image_encoder import FAMILIES
 from fastinfer.models.layer_places import possible_ends
 from fastinfer.parallel.support import refuse_parts
 
@@ -25,11 +24,7 @@ def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
     config = checkpoint.config
     if num_stages == 1:
         return [range(config.num_layers)]
-    parts = {
-        "a reduced vocabulary": bool(config.draft_vocab_size),
-        "images": config.architecture in FAMILIES,
-    }
-    refuse_parts(checkpoint, "pipeline_parallel_size", num_stages, parts)
+    refuse_parts(checkpoint, "pipeline_parallel_size", num_stages)
     starts = stage_starts(config)
     if num_stages > len(starts):
         raise RequestError(

@@ -1,6 +1,6 @@
 """Refusal of models that ranks cannot divide, before any weight is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -23,10 +23,8 @@ def check_divisible(checkpoint: Checkpoint, size: int, layout: Layout = "gather"
         UnsupportedModelError: the model has parts that are not divided yet.
         RequestError: there are more ranks than units.
     """
-    config = checkpoint.config
-    parts = {"a reduced vocabulary": bool(config.draft_vocab_size), "images": config.architecture in FAMILIES}
-    refuse_parts(checkpoint, "tensor_parallel_size", size, parts)
-    Division(config, 0, size, layout).check()
+    refuse_parts(checkpoint, "tensor_parallel_size", size)
+    Division(checkpoint.config, 0, size, layout).check()
 
 
 def check_gpus(devices: Sequence[str]) -> None:
@@ -47,17 +45,18 @@ def check_gpus(devices: Sequence[str]) -> None:
         )
 
 
-def refuse_parts(checkpoint: Checkpoint, option: str, size: int, parts: Mapping[str, bool]) -> None:
-    """Check that a model has none of some parts.
+def refuse_parts(checkpoint: Checkpoint, option: str, size: int) -> None:
+    """Check that a model has no parts that are not divided yet.
 
     Args:
         checkpoint: an open checkpoint.
-        option, size: name and value of the option that does not support them.
-        parts: for the name of each part, whether the model has it.
+        option, size: name and value of the option that divides the model.
 
     Raises:
         UnsupportedModelError: it has one.
     """
-    part = next((part for part, has_it in parts.items() if has_it), None)
-    if part is not None:
-        raise UnsupportedModelError(f"{checkpoint.path}: {option} must be 1 for a model with {part}, got {size}")
+    config = checkpoint.config
+    parts = {"a reduced vocabulary": bool(config.draft_vocab_size), "images": config.architecture in FAMILIES}
+    for part, has_it in parts.items():
+        if has_it:
+            raise UnsupportedModelError(f"{checkpoint.path}: {option} must be 1 for a model with {part}, got {size}")

@@ -221,5 +221,6 @@ def convert(checkpoint: Checkpoint, quantize: Quantize) -> Iterator[list[Calibra
 
 
 def _quantize_without_inputs(weights: list[CalibratedWeight]) -> None:
+    # A loop inside the generator would keep the last weight in memory while the next layer is read.
     for weight in weights:
         weight.quantize_without_inputs()

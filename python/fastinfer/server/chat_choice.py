@@ -50,14 +50,9 @@ class ChatChoice:
             return False
         return True
 
-    def events(self, text: str, reason: str | None, stop: int | str | None) -> list[Event]:
-        """Read more text.
-
-        Args:
-            text: the text.
-            reason: why the completion has ended, if it has; ``finish_reason`` says so afterwards.
-            stop: the stop string or stop token that has ended it, if one has.
-        """
+    def events(self, completion: CompletionOutput, text: str) -> list[Event]:
+        """Read more text of the completion; if that has ended, ``finish_reason`` says why afterwards."""
+        reason, stop = completion.finish_reason, completion.stop_reason
         if self._parser is None:
             self.finish_reason = reason
             return [TextDelta(text)] if text else []
@@ -92,13 +87,12 @@ class ChatChoice:
 
     def deltas(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         """Return the deltas of the chat's chunks that an output brings."""
-        events = self.events(completion.delta, completion.finish_reason, completion.stop_reason)
-        return [_delta(event) for event in events]
+        return [_delta(event) for event in self.events(completion, completion.delta)]
 
     def message(self, completion: CompletionOutput) -> dict[str, Any]:
         """Return the whole message of a finished completion."""
         text, reasoning, calls = "", "", []
-        for event in self.events(completion.text, completion.finish_reason, completion.stop_reason):
+        for event in self.events(completion, completion.text):
             match event:
                 case TextDelta():
                     text += event.text

@@ -27,7 +27,7 @@ class EngineHost:
         failure: the error that ended the loading; ``None`` if there was none.
     """
 
-    def __init__(self, load: Callable[[], AsyncEngine], stall_s: float = 120.0) -> None:
+    def __init__(self, load: Callable[[], AsyncEngine], stall_s: float) -> None:
         self.state = HostState.LOADING
         self.failure: BaseException | None = None
         self._load = load

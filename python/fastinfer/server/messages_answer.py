@@ -7,11 +7,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from fastinfer.outputs import CompletionOutput, RequestOutput
+from fastinfer.outputs import RequestOutput
 from fastinfer.server.chat_run import ChatRun
 from fastinfer.server.errors import APIError
 from fastinfer.server.generation import outputs_of
-from fastinfer.server.parsing.events import Event
 from fastinfer.server.segments import Change, Segment, SegmentKind, Segments
 from fastinfer.server.sse import named_frame
 
@@ -38,7 +37,7 @@ class MessagesAnswer:
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer as one object."""
         [completion] = output.outputs
-        self._segments.add(self._events(completion, completion.text))
+        self._segments.add(self._choice.events(completion, completion.text))
         content = [_block(segment, segment.text) for segment in self._segments.all]
         end = self._end(completion.stop_reason)
         return {**self._head(output, len(completion.token_ids)), "content": content, **end}
@@ -56,7 +55,7 @@ class MessagesAnswer:
                     start = {"type": "message_start", "message": self._head(output, num_tokens)}
                     parts += [named_frame("message_start", start), named_frame("ping", {"type": "ping"})]
                 [completion] = output.outputs
-                changes = self._segments.add(self._events(completion, completion.delta))
+                changes = self._segments.add(self._choice.events(completion, completion.delta))
                 if output.finished:
                     changes += self._segments.end()
                 parts += [_frame(*change) for change in changes]
@@ -69,9 +68,6 @@ class MessagesAnswer:
                     ]
                 if parts:
                     yield b"".join(parts)
-
-    def _events(self, completion: CompletionOutput, text: str) -> list[Event]:
-        return self._choice.events(text, completion.finish_reason, completion.stop_reason)
 
     def _head(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
         return {

@@ -6,11 +6,10 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from fastinfer.outputs import CompletionOutput, RequestOutput
+from fastinfer.outputs import RequestOutput
 from fastinfer.server.chat_run import ChatRun
 from fastinfer.server.errors import APIError
 from fastinfer.server.generation import TokenCounter, outputs_of
-from fastinfer.server.parsing.events import Event
 from fastinfer.server.protocol.responses import ResponsesRequest
 from fastinfer.server.segments import Change, Segment, SegmentKind, Segments
 from fastinfer.server.sse import named_frame
@@ -38,7 +37,7 @@ class ResponsesAnswer:
         """Return the answer as one object."""
         [completion] = output.outputs
         self._counter.add(0, output, len(completion.token_ids))
-        self._segments.add(self._events(completion, completion.text))
+        self._segments.add(self._choice.events(completion, completion.text))
         return await self._ended()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -53,7 +52,7 @@ class ResponsesAnswer:
                     parts += [self._event("response.created", response=begun)]
                     parts += [self._event("response.in_progress", response=begun)]
                 [completion] = output.outputs
-                changes = self._segments.add(self._events(completion, completion.delta))
+                changes = self._segments.add(self._choice.events(completion, completion.delta))
                 if output.finished:
                     changes += self._segments.end()
                 for change in changes:
@@ -63,9 +62,6 @@ class ResponsesAnswer:
                     parts.append(self._event(f"response.{response['status']}", response=response))
                 if parts:
                     yield b"".join(parts)
-
-    def _events(self, completion: CompletionOutput, text: str) -> list[Event]:
-        return self._choice.events(text, completion.finish_reason, completion.stop_reason)
 
     def failure(self, error: APIError) -> bytes:
         """Return the frames that end a stream in which something failed."""

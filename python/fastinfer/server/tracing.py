@@ -19,6 +19,8 @@ from fastinfer.server.record import RequestRecord
 # Spans that wait for the collector; further ones push out the oldest.
 MAX_WAITING_SPANS = 2048
 EXPORT_TIMEOUT_S = 5.0
+# After this time a batch is sent that is not full.
+SEND_DELAY_MS = 2000
 # Seconds that the last spans get when the server ends.
 FLUSH_S = 2.0
 
@@ -32,10 +34,9 @@ class Tracing:
 
     Args:
         endpoint: URL to which spans are posted, such as ``http://127.0.0.1:4318/v1/traces``.
-        delay_s: seconds after which a batch is sent that is not full.
     """
 
-    def __init__(self, endpoint: str, delay_s: float = 2.0) -> None:
+    def __init__(self, endpoint: str) -> None:
         # Attributes from the environment win.
         ours = Resource({SERVICE_NAME: "fastinfer", SERVICE_VERSION: fastinfer.__version__})
         environment = Resource.create()
@@ -46,7 +47,7 @@ class Tracing:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S)
         self._provider.add_span_processor(
-            BatchSpanProcessor(exporter, MAX_WAITING_SPANS, schedule_delay_millis=delay_s * 1000)
+            BatchSpanProcessor(exporter, MAX_WAITING_SPANS, schedule_delay_millis=SEND_DELAY_MS)
         )
         self._tracer = self._provider.get_tracer("fastinfer.server", fastinfer.__version__)
         self._propagator = TraceContextTextMapPropagator()

@@ -65,15 +65,15 @@ class RedisStore:
         self._redis = Redis.from_pool(pool)
 
     async def get(self, key: str) -> bytes | None:
-        value: bytes | None = await self._call(lambda: self._redis.get(key), None, self._timeout_s)
+        value: bytes | None = await self._call(lambda: self._redis.get(key))
         return value
 
     async def put(self, key: str, value: bytes) -> None:
         # A value that is too large still ends the life of an older one.
         if len(value) > self._max_value_bytes:
-            await self._call(lambda: self._redis.unlink(key), None, self._timeout_s)
+            await self._call(lambda: self._redis.unlink(key))
         else:
-            await self._call(lambda: self._redis.set(key, value, px=self._ttl_ms), None, self._timeout_s)
+            await self._call(lambda: self._redis.set(key, value, px=self._ttl_ms))
 
     async def flush(self, prefix: str) -> int:
         try:
@@ -91,16 +91,16 @@ class RedisStore:
             count += await self._redis.unlink(key)
         return count
 
-    async def _call(self, call: Callable[[], Awaitable[Result]], failed: Result, timeout_s: float) -> Result:
-        """Return a call's result, or ``failed`` if Redis does not answer in time, or is not even asked."""
+    async def _call(self, call: Callable[[], Awaitable[Result]]) -> Result | None:
+        """Return a call's result, or ``None`` if Redis does not answer in time, or is not even asked."""
         if not self.breaker.allows_call():
-            return failed
+            return None
         try:
-            result = await asyncio.wait_for(call(), timeout_s)
+            result = await asyncio.wait_for(call(), self._timeout_s)
         except FAILURES as error:
             self.stats.errors += 1
             self.breaker.failed()
             LOG.warning("response cache: Redis does not answer: %s: %s", type(error).__name__, error)
-            return failed
+            return None
         self.breaker.succeeded()
         return result

@@ -103,11 +103,11 @@ def read_value(character: str, emit: Emit, syntax: Syntax = JSON) -> Reader:
                 continue
             expect(character, ",")
             character = yield
-            comma, blanks = [","], list[str]()
-            character = yield from read_blanks(character, blanks.append)
+            separator = [","]
+            character = yield from read_blanks(character, separator.append)
             if character == ends[-1] and ends[-1] == ")":
                 continue  # the comma behind the only element of a tuple
-            emit("".join(comma + blanks))
+            emit("".join(separator))
             if closing[-1] == "}":
                 character = yield from _read_key(character, emit, syntax)
             break
