@@ -78,6 +78,7 @@ LFM2 = {
     "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
     "block_multiple_of": 32,
 }
+LFM3 = {"head_dim": 32, "num_hidden_layers": 9, "sliding_window": 16}
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 EXPERTS = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
@@ -209,6 +210,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-biases": ("Lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
     "lfm2-moe": ("Lfm2Moe", LFM2 | EXPERTS | {"num_dense_layers": 2}),
     "lfm2-moe-no-bias": ("Lfm2Moe", LFM2 | EXPERTS | {"num_dense_layers": 0, "use_expert_bias": False}),
+    "lfm3": ("Lfm3", LFM3),
+    "lfm3-plain": (
+        "Lfm3",
+        LFM3
+        | {"conv_bias": True, "conv_L_cache": 3, "use_sandwich_norm": False, "use_attention_gate": False}
+        | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "tie_word_embeddings": False},
+    ),
     "qwen3.5": ("Qwen3_5", LINEAR),
     "qwen3.5-few": ("Qwen3_5", LINEAR | FEW),
 }
@@ -230,6 +238,8 @@ GRANITE_HYBRID = GRANITE | {
 FAMILIES |= {
     "granite": ("Granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True}),
     "granite-plain": ("Granite", GRANITE | {"num_hidden_layers": 3, "logits_scaling": 6.0}),
+    "hyperclovax": ("HyperCLOVAX", GRANITE | HEADS | {"attention_multiplier": None}),
+    "hyperclovax-plain": ("HyperCLOVAX", GRANITE | {"use_post_norm": False}),
     "granite-moe": ("GraniteMoe", GRANITE | MIXTURE | {"tie_word_embeddings": True}),
     "granite-moe-shared": ("GraniteMoeShared", GRANITE | MIXTURE | {"shared_intermediate_size": 80}),
     "granite-hybrid": ("GraniteMoeHybrid", GRANITE_HYBRID | MIXTURE),

@@ -49,7 +49,8 @@ class Attention:
         tied_kv: whether the values are the keys, before norm and rotation; ``qkv`` then has no rows for them.
         interleaved: whether elements 2i and 2i + 1 of a head are rotated together.
         window: length of the sliding window in positions, 0 for none.
-        output_gate: whether the output is multiplied by the sigmoid of a gate, [num_heads * head_dim] for each token.
+        gate_size: number of elements of a token's gate, by whose sigmoids the output is multiplied: num_heads *
+            head_dim, num_heads if one is for a whole head, or 0 for none.
         softcap, scale, sinks: cap, factor and sinks of the logits, see :func:`fastinfer.ops.paged_attention`.
     """
 
@@ -70,7 +71,7 @@ class Attention:
     tied_kv: bool = False
     interleaved: bool = False
     window: int = 0
-    output_gate: bool = False
+    gate_size: int = 0
     softcap: float = 0.0
     scale: float | None = None
     sinks: Tensor | None = None
@@ -98,10 +99,10 @@ class Attention:
         sizes = [self.num_heads * self.head_dim]
         if self.has_kv:
             sizes += [self.num_kv_heads * self.head_dim] * (1 if self.tied_kv else 2)
-        if self.output_gate:
-            sizes.append(sizes[0])
+        if self.gate_size:
+            sizes.append(self.gate_size)
         qkv = list(self.qkv.split_linear(x, sizes, **options))
-        gate = qkv.pop() if self.output_gate else None
+        gate = qkv.pop() if self.gate_size else None
         if lora is not None:
             for name, part in zip(("q_proj", "k_proj", "v_proj"), qkv, strict=False):
                 lora.add(name, part, x, **options)

@@ -46,7 +46,7 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
         tied_kv=index in config.tied_kv_layers,
         interleaved=config.interleaved_rope,
         window=window,
-        output_gate=config.output_gate,
+        gate_size=config.gate_size(index),
         softcap=config.attention_softcap,
         scale=config.attention_scale,
         sinks=reader.vector(f"{layer}.sinks", config.num_heads) if config.attention_sinks else None,
@@ -69,7 +69,7 @@ def _qkv(reader: LayerReader, index: int, is_split: bool) -> Weight:
         if index not in config.tied_kv_layers:
             sizes[f"{layer}.v_proj"] = kv_size
     if config.separate_gate:
-        sizes[f"{layer}.output_gate"] = q_size
+        sizes[f"{layer}.output_gate"] = config.gate_size(index)
     if not is_whole:
         # The norm of a whole row needs it contiguous.
         return reader.concatenated(sizes, config.qkv_bias, is_split)

@@ -138,6 +138,7 @@ class ModelConfig:
         output_gate: whether the output of attention is multiplied by the sigmoid of a second half of the query
             projection.
         separate_gate: whether that is a projection of its own.
+        head_gate: whether that has one element for each head, by which the whole head is multiplied.
         unrotated_layers: the layers whose queries and keys are not rotated (NoPE).
         interleaved_rope: whether elements 2i and 2i + 1 of a head are rotated together, instead of i and
             i + rotary_dim / 2.
@@ -211,6 +212,7 @@ class ModelConfig:
     latent_attention: LatentAttentionConfig | None = None
     output_gate: bool = False
     separate_gate: bool = False
+    head_gate: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     interleaved_rope: bool = False
     stored_layers: tuple[tuple[int, int | None], ...] = ()
@@ -313,6 +315,12 @@ class ModelConfig:
     def q_size(self, layer: int) -> int:
         """Return the number of elements of all queries of a token."""
         return self.num_heads * self.kv_shape(layer).head_dim
+
+    def gate_size(self, layer: int) -> int:
+        """Return the number of elements of a token's gate of attention's output, 0 for none."""
+        if not self.output_gate:
+            return 0
+        return self.num_heads if self.head_gate else self.q_size(layer)
 
     def query_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return which rows of a file's query projection are queries and which are gates of attention's output.

@@ -21,9 +21,11 @@ from fastinfer.models.structure import (
     LATENT,
     LAYER_NORMS,
     LFM2,
+    LFM3,
     MUSE_GLIMMER,
     NEMOTRON_H,
     OLMO2,
+    POST_NORMS,
     QWEN3_NEXT,
     Structure,
 )
@@ -308,6 +310,27 @@ _LFM2 = Family(
     defaults={"rope_theta": 1e6, "conv_L_cache": 3, "norm_eps": 1e-5},
     epsilon="norm_eps",
 )
+_LFM3 = replace(
+    _LFM2,
+    layer={
+        **_LFM2.layer,
+        "o_proj": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "post_attention_norm": "post_operator_norm",
+        "post_mlp_norm": "post_ffn_norm",
+    },
+    structure=LFM3,
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "conv_L_cache": 7,
+        "norm_eps": 1e-5,
+        "sliding_window": 256,
+        "use_sandwich_norm": True,
+        "use_attention_gate": True,
+    },
+)
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _QWEN2_VL = Family(
     qkv_bias=True, defaults={**_QWEN_WINDOWS, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
@@ -483,6 +506,9 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "GraniteForCausalLM": Family(),
+    "HyperCLOVAXForCausalLM": Family(
+        _LAYER | {"post_attention_norm": "post_norm1", "post_mlp_norm": "post_norm2"}, structure=POST_NORMS
+    ),
     "GraniteMoeForCausalLM": _GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": _GRANITE_MOE,
     "GraniteSWAForCausalLM": Family(structure=GRANITE_SWA, defaults=_GRANITE_SWA),
@@ -512,6 +538,7 @@ FAMILIES: dict[str, Family] = {
             "block_multiple_of": 256,
         },
     ),
+    "Lfm3ForCausalLM": _LFM3,
     "Lfm2MoeForCausalLM": replace(
         _LFM2,
         sigmoid_router=True,

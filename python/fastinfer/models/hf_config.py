@@ -15,6 +15,7 @@ from fastinfer.models.hf_gemma4 import gemma4_config, prepare_gemma4
 from fastinfer.models.hf_gpt2 import gpt2_config
 from fastinfer.models.hf_latent import latent_attention
 from fastinfer.models.hf_layers import attention_windows, dense_layers, state_layers, unrotated_layers
+from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
 from fastinfer.models.hf_nemotron import nemotron_h_mamba2, prepare_nemotron_h
 from fastinfer.models.hf_rope import Rope
 from fastinfer.models.hf_states import (
@@ -26,7 +27,7 @@ from fastinfer.models.hf_states import (
 )
 from fastinfer.models.state_config import StateConfig
 from fastinfer.models.stored_layers import StoredLayers
-from fastinfer.models.structure import FALCON_H1, GEMMA4, NEMOTRON_H
+from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, NEMOTRON_H
 
 # Families that scale rotations where their files do not say how.
 _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", "CwmForCausalLM")
@@ -89,6 +90,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         stored_layers = prepare_falcon_h1(fields)
     if family.structure is GEMMA4:
         prepare_gemma4(fields)
+    elif family.structure is LFM3:
+        prepare_lfm3(fields)
     size = Sizes(fields)
     hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
     num_layers = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
@@ -109,7 +112,9 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     _check_settings(fields, name, family)
     if name == "DeepseekV2ForCausalLM":
         fields.values |= {"n_group": 1, "topk_group": 1}  # of another method
-    structure = family.structure
+    structure = lfm3_structure(fields) if family.structure is LFM3 else family.structure
+    if name == "HyperCLOVAXForCausalLM":
+        structure = replace(structure, post_norms=fields.get("use_post_norm", bool, True))
     if name == "Glm4MoeForCausalLM" and fields.get("use_qk_norm", bool, False):
         structure = replace(structure, qk_norm="head")
     if latent is not None:
@@ -163,9 +168,11 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     )
     if structure is GEMMA4:
         return gemma4_config(fields, config)
+    if family.structure is LFM3:
+        return lfm3_config(fields, config)
     if structure is FALCON_H1:
         return replace(config, **falcon_h1_factors(fields, head_dim))
-    return replace(config, **_factors(fields, name))
+    return replace(config, **_factors(fields, name, head_dim))
 
 
 def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
@@ -196,12 +203,19 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "attention_bias", False)
 
 
-def _factors(fields: JsonFields, name: str) -> dict[str, Any]:
+def _factors(fields: JsonFields, name: str, head_dim: int) -> dict[str, Any]:
     """Return the factors that families have under names of their own, as fields of the configuration."""
 
     def factor(key: str, default: float) -> float:
         return fields.get(key, float, default, minimum=1e-6, maximum=1e6)
 
+    if name == "HyperCLOVAXForCausalLM":
+        return {
+            "embedding_scale": factor("embedding_multiplier", 1.0),
+            "residual_scale": factor("residual_multiplier", 1.0),
+            "attention_scale": factor("attention_multiplier", head_dim**-0.5),
+            "logits_scale": factor("logits_scaling", 1.0),
+        }
     if name.startswith("Granite"):
         return {
             "embedding_scale": factor("embedding_multiplier", 1.0),

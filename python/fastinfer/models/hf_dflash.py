@@ -14,9 +14,7 @@ from fastinfer.models.config import BlockConfig, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.hf_fields import require
 from fastinfer.models.hf_heads import MAX_POSITION, HFDraftCheckpoint
-from fastinfer.models.hf_states import FULL
-
-SLIDING = "sliding_attention"
+from fastinfer.models.hf_states import FULL, SLIDING
 
 
 class HFDFlashCheckpoint(HFDraftCheckpoint):

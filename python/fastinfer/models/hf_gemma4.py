@@ -5,8 +5,8 @@ from dataclasses import replace
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_SIZE, KVShape, ModelConfig
+from fastinfer.models.hf_rope import local_theta, proportional_rope
 from fastinfer.models.structure import shared_kv_layers
-from fastinfer.ops import RopeScaling
 
 # Full layers have other heads, and a rotary table of another width.
 FULL_HEAD_DIM = 512
@@ -69,7 +69,7 @@ def gemma4_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
             raise UnsupportedModelError(f"{path}: use_double_wide_mlp must be false with enable_moe_block, got true")
         dense_layers, dense_size = frozenset(range(first, num_layers)), 2 * config.intermediate_size
     tied = fields.get("attention_k_eq_v", bool, False)
-    theta, scaling = _full_rope(fields, full)
+    theta, scaling = proportional_rope(fields, FULL_ROPE, full)
     return replace(
         config,
         dense_intermediate_size=dense_size,
@@ -78,7 +78,7 @@ def gemma4_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
         rotary_dim=full,
         rope_theta=theta,
         rope_scaling=scaling,
-        local_rope_theta=_local_theta(fields),
+        local_rope_theta=local_theta(fields, LOCAL_ROPE),
         local_rotary_dim=config.head_dim,
         windows=windows,
         kv_shapes=shapes,
@@ -134,32 +134,6 @@ def _shape(by_layer: JsonFields, layer: int, local: KVShape) -> KVShape:
     return KVShape(
         own.get("num_key_value_heads", int, local.num_heads, **sizes), own.get("head_dim", int, local.head_dim, **sizes)
     )
-
-
-def _rope(fields: JsonFields, kind: str, default: dict[str, object]) -> JsonFields:
-    """Return the rotary settings of a kind of layer, of the only type that such layers have."""
-    parameters = fields.object("rope_parameters")
-    settings = None if parameters is None else parameters.object(kind)
-    if settings is None:
-        settings = JsonFields(fields.path, default, fields.error)
-    expected, got = default["rope_type"], settings.get("rope_type", str, "default")
-    if got != expected:
-        raise UnsupportedModelError(f"{fields.path}: rope_type must be {expected!r} for {kind}, got {got!r:.80}")
-    return settings
-
-
-def _full_rope(fields: JsonFields, head_dim: int) -> tuple[float, RopeScaling]:
-    settings = _rope(fields, "full_attention", FULL_ROPE)
-    share = settings.get("partial_rotary_factor", float, 1.0, minimum=0.0, maximum=1.0)
-    factor = settings.get("factor", float, 1.0, minimum=1e-3)
-    rotated = 2 * int(share * head_dim // 2)
-    return settings.get("rope_theta", float, minimum=1.001), RopeScaling(
-        "proportional", factor=factor, num_rotated=rotated
-    )
-
-
-def _local_theta(fields: JsonFields) -> float:
-    return _rope(fields, "sliding_attention", LOCAL_ROPE).get("rope_theta", float, minimum=1.001)
 
 
 def _per_layer_size(fields: JsonFields, config: ModelConfig) -> int:

@@ -9,7 +9,7 @@ from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_SIZE, LatentAttentionConfig
 from fastinfer.models.families import Family
 from fastinfer.models.hf_fields import require
-from fastinfer.models.structure import GEMMA4
+from fastinfer.models.structure import GEMMA4, LFM3
 
 
 class Rope:
@@ -30,7 +30,7 @@ class Rope:
         self.latent = latent
         self.attention_scale = None if latent is None else latent.query_dim**-0.5
         self.max_position = fields.get("max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
-        if family.structure is GEMMA4:  # whose settings are read by gemma4_config
+        if family.structure in (GEMMA4, LFM3):  # whose settings are read later
             self.dim, self.theta, self.local_theta, self.scaling = head_dim, 10000.0, None, ops.RopeScaling()
             return
         parameters = fields.object("rope_parameters")
@@ -133,6 +133,38 @@ class Rope:
             attention_factor=attention_factor,
             truncate=scaling.get("truncate", bool, True),
         )
+
+
+def proportional_rope(fields: JsonFields, default: dict[str, object], head_dim: int) -> tuple[float, ops.RopeScaling]:
+    """Return the base and the scaling of layers without a window whose rotated share is proportional.
+
+    Args:
+        fields: fields of config.json, which may have settings for each kind of layer.
+        default: settings where there are none.
+        head_dim: number of elements of a head.
+    """
+    settings = _settings_of(fields, "full_attention", default)
+    share = settings.get("partial_rotary_factor", float, 1.0, minimum=0.0, maximum=1.0)
+    factor = settings.get("factor", float, 1.0, minimum=1e-3)
+    scaling = ops.RopeScaling("proportional", factor=factor, num_rotated=2 * int(share * head_dim // 2))
+    return settings.get("rope_theta", float, minimum=1.001), scaling
+
+
+def local_theta(fields: JsonFields, default: dict[str, object]) -> float:
+    """Return the base of layers with a window, as :func:`proportional_rope` does."""
+    return _settings_of(fields, "sliding_attention", default).get("rope_theta", float, minimum=1.001)
+
+
+def _settings_of(fields: JsonFields, kind: str, default: dict[str, object]) -> JsonFields:
+    """Return the rotary settings of a kind of layer, of the only type that such layers have."""
+    parameters = fields.object("rope_parameters")
+    settings = None if parameters is None else parameters.object(kind)
+    if settings is None:
+        settings = JsonFields(fields.path, default, fields.error)
+    expected, got = default["rope_type"], settings.get("rope_type", str, "default")
+    if got != expected:
+        raise UnsupportedModelError(f"{fields.path}: rope_type must be {expected!r} for {kind}, got {got!r:.80}")
+    return settings
 
 
 def _yarn_attention_factor(scaling: JsonFields, factor: float) -> float | None:

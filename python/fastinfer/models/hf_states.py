@@ -9,7 +9,7 @@ from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.hf_fields import Sizes, require
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
 
-FULL = "full_attention"
+FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
 MAMBA = "linear_attention"  # as transformers has named them since version 5
 
 
@@ -34,10 +34,11 @@ def linear_attention(fields: JsonFields, size: Sizes) -> LinearAttentionConfig:
 
 
 def short_conv_layers(fields: JsonFields, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer of LFM2 has a short convolution."""
+    """Return whether each layer of LFM2 and LFM3 has a short convolution."""
     listed = fields.get("full_attn_idxs", list, [])
-    default: list[object] = [FULL if layer in listed else "conv" for layer in range(num_layers)]
-    return layers_of_kind(fields, "conv", fields.get("layer_types", list, default), num_layers)
+    default: list[object] = [FULL if layer in listed else CONV for layer in range(num_layers)]
+    others = (FULL, SLIDING) if "sliding_window" in fields.values else (FULL,)
+    return layers_of_kind(fields, CONV, fields.get("layer_types", list, default), num_layers, others)
 
 
 def short_conv(fields: JsonFields, size: Sizes) -> ShortConvConfig:
@@ -45,8 +46,8 @@ def short_conv(fields: JsonFields, size: Sizes) -> ShortConvConfig:
     for key in ("use_pos_enc", "block_use_swiglu"):  # of the first published files, which transformers does not read
         require(fields, key, True)
     kernel_size = size("conv_L_cache")
-    if not 2 <= kernel_size <= 4:
-        raise UnsupportedModelError(f"{fields.path}: conv_L_cache must be from 2 to 4, got {kernel_size}")
+    if kernel_size not in (2, 3, 4, 7):
+        raise UnsupportedModelError(f"{fields.path}: conv_L_cache must be from 2 to 4, or 7, got {kernel_size}")
     return ShortConvConfig(size("hidden_size"), kernel_size, fields.get("conv_bias", bool, False))
 
 
@@ -170,18 +171,20 @@ def dt_limits(fields: JsonFields) -> tuple[float, float]:
     return numbers[0], numbers[1]
 
 
-def layers_of_kind(fields: JsonFields, kind: str, kinds: Sequence[object], num_layers: int) -> tuple[bool, ...]:
-    """Return which layers are of this kind; the others have full attention, and there must be some of both.
+def layers_of_kind(
+    fields: JsonFields, kind: str, kinds: Sequence[object], num_layers: int, others: Sequence[str] = (FULL,)
+) -> tuple[bool, ...]:
+    """Return which layers are of this kind; the others have attention, and there must be some of both.
 
     Raises:
         CheckpointFormatError: ``layer_types`` has another length or other entries.
         UnsupportedModelError: all layers are of the same kind.
     """
-    if len(kinds) != num_layers or not all(each in (kind, FULL) for each in kinds):
-        raise CheckpointFormatError(
-            f"{fields.path}: layer_types: expected {num_layers} of {kind} and {FULL}, got {kinds!r:.80}"
-        )
-    for each in (kind, FULL):
-        if each not in kinds:
-            raise UnsupportedModelError(f"{fields.path}: layer_types: expected at least one {each}, got none")
+    if len(kinds) != num_layers or not all(each in (kind, *others) for each in kinds):
+        names = " and ".join((kind, *others))
+        raise CheckpointFormatError(f"{fields.path}: layer_types: expected {num_layers} of {names}, got {kinds!r:.80}")
+    for group in ((kind,), others):
+        if not any(each in kinds for each in group):
+            name = " or ".join(group)
+            raise UnsupportedModelError(f"{fields.path}: layer_types: expected at least one {name}, got none")
     return tuple(each == kind for each in kinds)

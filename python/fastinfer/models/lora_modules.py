@@ -55,8 +55,8 @@ def _attention_sizes(config: ModelConfig, layer: int) -> Sizes:
         sizes["k_proj"] = hidden, kv_size
         if layer not in config.tied_kv_layers:
             sizes["v_proj"] = hidden, kv_size
-    if config.output_gate:
-        sizes["output_gate"] = hidden, q_size
+    if gate_size := config.gate_size(layer):
+        sizes["output_gate"] = hidden, gate_size
     return sizes
 
 

@@ -10,7 +10,7 @@ class Structure:
 
     Attributes:
         norm, norm_bias, pre_norms, post_norms, qk_norm, v_norm, layer_scales, parallel, interleaved_rope,
-            attention_sinks, output_gate, separate_gate, normed_embedding, alternating_gate_up: see
+            attention_sinks, output_gate, separate_gate, head_gate, normed_embedding, alternating_gate_up: see
             :class:`fastinfer.models.config.ModelConfig`.
         scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
         window_period: every n-th layer has full attention, the others a window, in models with windows whose files do
@@ -42,6 +42,7 @@ class Structure:
     output_gate: bool = False
     linear_period: int = 0
     separate_gate: bool = False
+    head_gate: bool = False
     normed_embedding: bool = False
     mamba2: bool = False
     short_convs: bool = False
@@ -63,6 +64,7 @@ class Structure:
             "alternating_gate_up",
             "output_gate",
             "separate_gate",
+            "head_gate",
             "normed_embedding",
         )
         scale = hidden_size**0.5 if self.scaled_embedding else 1.0
@@ -96,7 +98,8 @@ HEAD_NORMS = Structure(qk_norm="head")
 JOINT_NORMS = Structure(qk_norm="all")
 LAYER_NORMS = Structure(norm="layer_norm")
 INTERLEAVED = Structure(interleaved_rope=True)
-GLM4 = Structure(interleaved_rope=True, post_norms=True)
+POST_NORMS = Structure(post_norms=True)
+GLM4 = replace(POST_NORMS, interleaved_rope=True)
 GEMMA = Structure(scaled_embedding=True)
 GEMMA2 = Structure(post_norms=True, scaled_embedding=True, window_period=2)
 GEMMA3 = replace(GEMMA2, qk_norm="head", window_period=6)
@@ -108,6 +111,7 @@ GRANITE_HYBRID = Structure(mamba2=True)
 NEMOTRON_H = Structure(mamba2=True)
 FALCON_H1 = Structure(mamba2=True)
 LFM2 = Structure(qk_norm="head", short_convs=True)
+LFM3 = replace(LFM2, post_norms=True, output_gate=True, separate_gate=True, head_gate=True)
 QWEN3_NEXT = Structure(qk_norm="head", output_gate=True, linear_period=4)
 # Attention and MLP read the same norm.
 COHERE = Structure(

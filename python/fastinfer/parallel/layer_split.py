@@ -90,8 +90,7 @@ def layer_cost(config: ModelConfig, layer: int) -> int:
         assert config.states is not None
         attention = hidden * (config.states.input_size + config.states.output_size)
     elif latent is None:
-        gates = config.q_size(layer) if config.output_gate else 0
-        inputs = config.q_size(layer) + gates + 2 * config.kv_size(layer)
+        inputs = config.q_size(layer) + config.gate_size(layer) + 2 * config.kv_size(layer)
         attention = hidden * (inputs + config.attention_size(layer))
     else:
         queries = config.num_heads * latent.query_dim
