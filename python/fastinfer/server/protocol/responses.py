@@ -131,12 +131,15 @@ class NamedTool(RequestModel):
     name: str
 
 
-class AllowedTools(RequestModel):
+class ToolChoiceAllowed(RequestModel):
     """The choice of some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | ToolChoiceAllowed, OneOf("type")]
 
 
 class TextSchema(JSONSchema):
@@ -178,7 +181,7 @@ class CountInputRequest(RequestModel):
     input: Annotated[str | Annotated[Items[Item], Field(min_length=1)], OneOf("type")]
     instructions: str | None = None
     tools: Annotated[Items[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | AllowedTools, OneOf("type")] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -216,7 +219,7 @@ class CountInputRequest(RequestModel):
             return {}
         if isinstance(choice, NamedTool):
             choice = _named(choice)
-        elif isinstance(choice, AllowedTools):
+        elif isinstance(choice, ToolChoiceAllowed):
             allowed = {"mode": choice.mode, "tools": list(map(_named, choice.tools))}
             choice = {"type": choice.type, "allowed_tools": allowed}
         checked = ChatRequest.model_validate(
