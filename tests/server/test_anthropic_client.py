@@ -8,7 +8,7 @@ import anthropic
 import httpx
 import pytest
 from anthropic.types import Message
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from support.agent import ARGUMENTS, RESULT, SCHEMA, agent
 from support.scripted import scripted_engine
 from support.toy import ToyTokenizer, greedy
@@ -126,6 +126,7 @@ def test_a_request_becomes_a_chat() -> None:
         "tools": tools,
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
         "thinking": {"type": "disabled"},
+        "output_config": {"effort": "xhigh", "format": {"type": "json_schema", "schema": {"type": "object"}}},
         "temperature": 0.5,
         "top_p": 0.25,
         "top_k": 3,
@@ -146,7 +147,9 @@ def test_a_request_becomes_a_chat() -> None:
         {"name": "f", "description": "it", "parameters": {"type": "object"}, "strict": True}
     ]
     assert (chat.tool_choice, chat.parallel_tool_calls) == ("required", False)
-    assert chat.chat_template_kwargs == {"enable_thinking": False}
+    assert chat.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "xhigh"}
+    assert chat.structured_outputs is not None
+    assert chat.structured_outputs.json_ == {"type": "object"}
     assert (chat.temperature, chat.top_p, chat.top_k, chat.max_tokens, chat.stop) == (0.5, 0.25, 3, 3, ["x"])
     assert chat.stream_options is not None
     assert chat.stream_options.include_usage
@@ -188,7 +191,8 @@ PLACE = "messages[0].content[0]"
         (block(type="image", source={"type": "url"}), PLACE + ".source.type must be one of base64, got 'url'"),
         (block(type="video"), PLACE + ".type must be one of text, image, tool_result, got 'video'"),
         (block(type="tool_result", content="x"), PLACE + ".tool_use_id"),
-        (block(type="tool_result", tool_use_id="a", content=[{"type": "image"}]), PLACE + ".content[0].type"),
+        (block(type="tool_result", tool_use_id="a", content=[{"type": "image"}]), PLACE + ".content[0].source"),
+        (block(type="tool_result", tool_use_id="a", content=[{"type": "document"}]), PLACE + ".content[0].type"),
         *((block(**USE | {name: None}), f"{PLACE}.{name}") for name in ("id", "name", "input")),
         (block(**USE, text="a"), PLACE + ".text"),
         (block(**USE, caller={"type": "code_execution_20250825"}), PLACE + ".caller.type"),
@@ -199,6 +203,10 @@ PLACE = "messages[0].content[0]"
         ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"output_config": {"effort": "none"}}, "output_config.effort"),
+        ({"output_config": {"task_budget": {}}}, "output_config.task_budget is not a field of this request"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
         ({"messages": [{"role": "user", "content": "a" * 20_000}]}, "messages"),
     ],
 )  # fmt: skip
@@ -322,6 +330,40 @@ def test_thinking(agent_url: str, stream: bool) -> None:
     assert ask(type="enabled", budget_tokens=100)[0]["thinking"] == "I need a tool."
     assert ask(type="enabled", budget_tokens=16)[0]["thinking"] == "I need a"
     assert ask(type="adaptive", display="omitted")[0]["type"] == "text"
+
+
+class Weather(BaseModel):
+    city: str
+    days: int
+
+
+def test_structured_outputs(agent_url: str) -> None:
+    """What the package makes of a class is obeyed, at once and in a stream."""
+    pytest.importorskip("llguidance")
+    with anthropic.Anthropic(base_url=agent_url, api_key="secret", max_retries=0, timeout=30) as client:
+        fields: Any = {"model": "toy", "max_tokens": 500, "messages": ASK, "output_format": Weather}
+        fields["extra_body"] = {"temperature": 0}
+        answer = client.messages.parse(**fields, output_config={"effort": "low"})
+        assert isinstance(answer.parsed_output, Weather)
+        with client.messages.stream(**fields) as stream:
+            assert stream.get_final_message().parsed_output == answer.parsed_output
+        assert client.messages.count_tokens(model="toy", messages=ASK, output_format=Weather).input_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({}, "output_config.format.schema cannot be enforced"),
+        ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}, "tool_choice and a format"),
+    ],
+)
+def test_bad_schemas_of_the_output_are_refused_by_name(agent_url: str, fields: dict[str, Any], place: str) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object" if fields else "nonsense"}
+    form = {"type": "json_schema", "schema": schema}
+    answer = post(agent_url, {**WHOLE, **fields, "output_config": {"format": form}})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(place)
 
 
 def test_an_agent(agent_url: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,63 @@ def test_the_interfaces_give_the_text_of_the_library(folder: Path) -> None:
     assert third["output"][0]["content"][0]["text"] == text
 
 
+@pytest.mark.parametrize("knows_tools", [False, True], ids=["generic", "template"])
+def test_images_in_results_of_tools(knows_tools: bool, tmp_path: Path) -> None:
+    """Texts and images of a result keep their order, whether or not the chat template knows tools."""
+    save_model(tmp_path, "qwen3-vl")
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    first, other = {"type": "image", "image": PICTURE}, {"type": "image", "image": picture(21, 37, 2)}
+    before, after = "The result of the call of f is:\n", "\n\nPlease answer with this."
+    if knows_tools:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] += "{{ tools | tojson if tools }}"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        before = after = ""
+    else:
+        called = {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'}
+    texts = [before + "A: ", " B: ", " C", after]
+    one, two, three = ({"type": "text", "text": text} for text in (texts[0], texts[1], texts[2] + texts[3]))
+    result = {"role": "tool" if knows_tools else "user", "content": [one, first, two, other, three]}
+    messages = [{"role": "user", "content": "Look"}, called, result]
+    output = load(tmp_path).chat(messages, SamplingParams(temperature=0.0, max_tokens=12))
+
+    def parts(kind: str, image: Any) -> list[dict[str, Any]]:
+        a, b, c = ({"type": kind, "text": text} for text in ("A: ", " B: ", " C"))
+        return [a, image(PICTURE), b, image(other["image"]), c]
+
+    def source(image: Image.Image) -> dict[str, Any]:
+        return {"type": "base64", "media_type": "image/png", "data": encoded(image)}
+
+    look = {"role": "user", "content": "Look"}
+    links = parts("text", lambda image: {"type": "image_url", "image_url": {"url": url(image)}})
+    blocks = parts("text", lambda image: {"type": "image", "source": source(image)})
+    inputs = parts("input_text", lambda image: {"type": "input_image", "image_url": url(image)})
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+    used = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": blocks}]}
+    items = [
+        {"type": "function_call", "call_id": "a", "name": "f"},
+        {"type": "function_call_output", "call_id": "a", "output": inputs},
+    ]
+    chat_messages = [look, {"role": "assistant", "tool_calls": [call]}]
+    answers = post(
+        tmp_path,
+        (CHAT, GREEDY | {"messages": [*chat_messages, {"role": "tool", "tool_call_id": "a", "content": links}]}),
+        (MESSAGES, GREEDY | {"messages": [look, use, used]}),
+        (RESPONSES, {"model": "toy", "temperature": 0, "max_output_tokens": 12, "input": [look, *items]}),
+    )
+    assert [answer.status_code for answer in answers] == [200] * 3, [answer.text for answer in answers]
+    first_answer, second, third = (answer.json() for answer in answers)
+    text, length = output.outputs[0].text, len(output.prompt_token_ids)
+    choice = first_answer["choices"][0]["message"]
+    assert (choice["content"], first_answer["usage"]["prompt_tokens"]) == (text, length)
+    usage = second["usage"]
+    assert second["content"][0]["text"] == text
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == length
+    assert third["output"][0]["content"][0]["text"] == text
+    assert third["usage"]["input_tokens"] == length
+
+
 def broken() -> str:
     return base64.b64encode(base64.b64decode(encoded(PICTURE))[:-40]).decode()
 
@@ -136,15 +194,19 @@ def test_an_encoder_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_a_model_of_text_alone() -> None:
-    async def main() -> Any:
-        async with toy_client() as client:
-            return await client.post(CHAT, json=chat(url(PICTURE)))
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": encoded(PICTURE)}}
+    result = {"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": [block]}
+    bodies = [(CHAT, chat(url(PICTURE))), (MESSAGES, GREEDY | {"messages": [{"role": "user", "content": [result]}]})]
 
-    answer = asyncio.run(main())
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(
-        "messages: expected text alone, as images need a folder of Gemma3"
-    )
+    async def main() -> list[Any]:
+        async with toy_client() as client:
+            return [await client.post(path, json=body) for path, body in bodies]
+
+    for answer in asyncio.run(main()):
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert message.startswith("messages: expected text alone, as images need a folder of Gemma3")
+        assert "\n" not in message
 
 
 def test_the_response_cache_knows_images_apart(folder: Path) -> None:

@@ -256,6 +256,7 @@ TOOLS: Any = [
     {"type": "function", "name": "now", "parameters": None, "strict": None},
 ]
 ASK = {"model": "toy", "input": "Weather?", "tools": TOOLS}
+NAMED = {"type": "function", "name": "f"}
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +317,10 @@ def test_tools(agent_url: str, stream: bool) -> None:
     assert (reasoning["type"], call["type"]) == ("reasoning", "function_call")
     reasoning, call = ask(tool_choice={"type": "function", "name": "now"})["output"]
     assert (call["name"], call["arguments"]) == ("now", "{}")
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    response = ask(tool_choice=choice, parallel_tool_calls=False)
+    reasoning, call = response["output"]
+    assert (call["name"], response["tool_choice"]) == ("now", choice)
     kinds = [item["type"] for item in ask(tool_choice="none")["output"]]
     assert kinds == ["reasoning", "message"]
     cut = ask(max_output_tokens=10)
@@ -354,8 +359,11 @@ def test_an_agent(agent_url: str) -> None:
         ({"tools": [*TOOLS, {"type": "function", "name": "a b"}]}, "tools[2].name"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].name"),
         ({"tools": [{**TOOLS[0], "parameters": {"not": {}}}]}, "tools[0].parameters"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}}, "tool_choice"),
+        ({"tools": [], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
     ],
 )  # fmt: skip
 def test_bad_tools_are_refused_by_name(agent_url: str, fields: dict[str, Any], param: str) -> None:

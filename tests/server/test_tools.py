@@ -83,6 +83,34 @@ def test_strict_functions_are_constrained_within_calls_alone(control: tuple[str,
     asyncio.run(main())
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("ask", [chat, streamed_chat])
+@pytest.mark.parametrize("template", [HERMES, PLAIN], ids=["template", "generic"])
+def test_allowed_tools_are_the_only_ones(template: str, ask: Any) -> None:
+    pytest.importorskip("llguidance")
+    model = hermes(lambda prompt: NOW if "now" in prompt else "Well.", template)
+
+    async def main() -> None:
+        async with toy_client(engine=lambda: scripted_engine(model)) as client:
+            choice = await ask(client, tools=TOOLS, tool_choice=allowed("auto", "get_weather"))
+            assert (calls_of(choice), choice["message"]["content"], choice["finish_reason"]) == ([], "Well.", "stop")
+            assert "get_weather" in model.prompts[-1]
+            assert "now" not in model.prompts[-1]
+            choice = await ask(client, tools=TOOLS, tool_choice=allowed("auto", "now"))
+            assert calls_of(choice) == [("now", {})]
+            choice = await ask(
+                client, tools=TOOLS, tool_choice=allowed("required", "get_weather"), parallel_tool_calls=False
+            )
+            assert [name for name, _ in calls_of(choice)] == ["get_weather"]
+            assert choice["finish_reason"] == "tool_calls"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("ask", [chat, streamed_chat])
 def test_a_format_of_the_text_leaves_calls_possible(ask: Any) -> None:
     pytest.importorskip("llguidance")
@@ -154,6 +182,11 @@ SCHEMA = "tools[2].function.parameters"
         ({"tools": [*GOOD, with_schema({"properties": 5, "required": "x"})], **REQUIRED}, SCHEMA),
         ({"tools": [*GOOD, with_schema({"type": [["string"], {}], "enum": 5})], **REQUIRED}, SCHEMA),
         ({"tools": GOOD, "tool_choice": {"type": "function", "function": {"name": "c"}}}, "tool_choice"),
+        ({"tools": GOOD, "tool_choice": allowed("auto", "a", "c")}, "tool_choice"),
+        ({"tools": GOOD, "tool_choice": allowed("required", "c")}, "tool_choice"),
+        ({"tools": GOOD, "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        ({"tools": GOOD, "tool_choice": allowed("none", "a")}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("auto", "a")}, "tool_choice"),
         ({"tools": GOOD, "tool_choice": "any"}, "tool_choice"),
         (REQUIRED, "tool_choice"),
         ({"tool_choice": NAMED}, "tool_choice"),

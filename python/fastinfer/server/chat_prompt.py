@@ -51,8 +51,8 @@ def template_variables(body: ChatRequest) -> dict[str, Any]:
         variables.setdefault("enable_thinking", body.reasoning_effort != "none")
         if body.reasoning_effort != "none":
             variables.setdefault("reasoning_effort", body.reasoning_effort)
-    if body.tools and body.tool_choice != "none":
-        variables["tools"] = [tool.for_model() for tool in body.tools]
+    if body.offered_tools:
+        variables["tools"] = [tool.for_model() for tool in body.offered_tools]
     if body.documents is not None:
         variables["documents"] = body.documents
     if body.continue_final_message and body.add_generation_prompt:

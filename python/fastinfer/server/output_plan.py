@@ -9,7 +9,7 @@ from fastinfer.server.errors import APIError
 from fastinfer.server.output_format import OutputFormat
 from fastinfer.server.parsing import OutputParser, ParserSpec, begun_answer
 from fastinfer.server.parsing.tool_choice import constrain_answer
-from fastinfer.server.protocol.chat import ChatRequest, NamedToolChoice
+from fastinfer.server.protocol.chat import AllowedToolChoice, ChatRequest
 from fastinfer.server.reasoning_budget import ReasoningBudget
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ def plan_output(
         RequestError: the constraint is too long.
     """
     choice = _tool_choice(body)
-    tools = [] if choice == "none" else [tool.for_model(with_strict=True) for tool in body.tools or []]
+    tools = [tool.for_model(with_strict=True) for tool in body.offered_tools]
     spec = form.spec
     if tools and not form.has_tools:
         raise APIError(400, "tools are switched off on this server (--tool-call-parser none)", param="tools")
@@ -98,19 +98,23 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
     """Return whether tools may or must be called: "none", "auto", "required", or the object that names one.
 
     Raises:
-        APIError: a tool must be called, and there is no such tool.
+        APIError: a tool must or may be called, and there is no such tool.
     """
     choice = body.tool_choice
     if choice in (None, "auto", "none"):
         return "auto" if body.tools and choice != "none" else "none"
     if not body.tools:
         raise APIError(400, "tool_choice needs tools", param="tool_choice")
-    if not isinstance(choice, NamedToolChoice):
-        return "required"
-    if choice.function.name not in [tool.function.name for tool in body.tools]:
-        raise APIError(400, f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice")
-    named: dict[str, Any] = choice.model_dump()
-    return named
+    if isinstance(choice, str):
+        return choice
+    known = [tool.function.name for tool in body.tools]
+    for named in choice.allowed_tools.tools if isinstance(choice, AllowedToolChoice) else [choice]:
+        if named.function.name not in known:
+            raise APIError(400, f"tool_choice: there is no tool {named.function.name!r}", param="tool_choice")
+    if isinstance(choice, AllowedToolChoice):
+        return choice.allowed_tools.mode
+    function: dict[str, Any] = choice.model_dump()
+    return function
 
 
 def _maker(spec: ParserSpec, begun: str, tools: list[dict[str, Any]]) -> Callable[[], OutputParser]:

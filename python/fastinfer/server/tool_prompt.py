@@ -38,11 +38,14 @@ def with_tools(
     """
     written: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the tools by the ids of their calls
-    results: list[str] = []
+    results: list[dict[str, Any]] = []  # parts of the message that has the results of calls
     for message in normalize(messages):
         if message["role"] == "tool":
             name = names.get(message.get("tool_call_id", ""))
-            results.append(f"The result of the call{f' of {name}' if name else ''} is:\n{message['content']}")
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else content
+            for part in (f"The result of the call{f' of {name}' if name else ''} is:\n", *parts, "\n\n"):
+                _append(results, part)
             continue
         _flush(results, written)
         if calls := message.pop("tool_calls", None):
@@ -77,11 +80,22 @@ def _call(function: dict[str, Any]) -> str:
     return f"<tool_call>\n{_json(call)}\n</tool_call>"
 
 
-def _flush(results: list[str], messages: list[dict[str, Any]]) -> None:
+def _append(parts: list[dict[str, Any]], part: str | dict[str, Any]) -> None:
+    """Append a text or an image to a content; texts that follow one another become one."""
+    if isinstance(part, str):
+        part = {"type": "text", "text": part}
+    if parts and "text" in part and "text" in parts[-1]:
+        parts[-1]["text"] += part["text"]
+    else:
+        parts.append(dict(part))
+
+
+def _flush(results: list[dict[str, Any]], messages: list[dict[str, Any]]) -> None:
     """Add results of tools as one message: some templates want the roles to alternate."""
     if results:
         # Without the request a small model repeats the results.
-        messages.append({"role": "user", "content": "\n\n".join([*results, "Please answer with this."])})
+        _append(results, "Please answer with this.")
+        messages.append({"role": "user", "content": results[0]["text"] if len(results) == 1 else list(results)})
         results.clear()
 
 

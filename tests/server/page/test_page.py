@@ -303,8 +303,36 @@ def test_a_key_is_asked_for_and_forgotten_with_the_tab(window: Browser, server: 
     window.wait("document.querySelector('#model').options.length")
     ask(window, "Hi")
     assert window.text(LAST) == "Hello."
-    assert window.run("return sessionStorage.getItem('key')") == "secret-key"
+    assert window.run("return sessionStorage.getItem('fastinfer key')") == "secret-key"
     assert "secret-key" not in window.run("return JSON.stringify({...localStorage})")
+
+
+def test_the_settings_survive_a_wrong_key(window: Browser, server: FakeOpenAI) -> None:
+    """The dialog asks for the key by itself, and what it does not show would be lost."""
+    server.api_key = "secret-key"
+    window.open(server.url)
+    window.wait("document.querySelector('#settings').open")
+    window.type("[name=system]", "Be brief.")
+    window.click("#settings button.main")
+    window.open(server.url)
+    window.wait("document.querySelector('#settings').open")
+    window.type("[name=key]", "secret-key")
+    window.click("#settings button.main")
+    window.wait("document.querySelector('#model').options.length")
+    ask(window, "Hi")
+    assert server.requests[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_a_list_of_models_that_is_refused_is_reported(window: Browser, server: FakeOpenAI) -> None:
+    server.api_key = "secret-key"
+    window.open(server.url)
+    window.wait("document.querySelector('#settings').open")
+    assert window.text("#banner") == "wrong API key"
+    assert visible(window, "#banner")
+    window.type("[name=key]", "secret-key")
+    window.click("#settings button.main")
+    window.wait("document.querySelector('#model').options.length")
+    assert not visible(window, "#banner")
 
 
 def test_an_error_of_the_server_is_shown(page: Browser, server: FakeOpenAI) -> None:
@@ -312,6 +340,72 @@ def test_an_error_of_the_server_is_shown(page: Browser, server: FakeOpenAI) -> N
     ask(page, "Hi", "document.querySelector('.failure')")
     assert page.text(".failure") == "out of <b>memory</b>"
     assert page.text(LAST) == "Half"
+
+
+def slow_answer(released: list[bool]) -> Iterator[Step]:
+    """An answer that waits for its release between its two halves."""
+    yield {"delta": {"content": "First half"}}
+    while not released:
+        yield 0.01
+    yield {"delta": {"content": ", second half."}}
+    yield from the_end()
+
+
+@pytest.mark.parametrize("way", ["an edit", "a version", "the list"])
+def test_an_answer_is_shown_to_its_end_although_the_thread_was_drawn_again(
+    page: Browser, server: FakeOpenAI, way: str
+) -> None:
+    ask(page, "One")
+    page.run("document.querySelector('.message.user [aria-label=Edit]').click()")
+    page.type(".edit textarea", " more")
+    released: list[bool] = []
+    server.answer = lambda request: slow_answer(released)
+    page.press("Enter")
+    page.wait(f"document.querySelector('{LAST}')?.textContent === 'First half'")
+    match way:
+        case "an edit":
+            page.run("document.querySelector('.message.user [aria-label=Edit]').click()")
+            page.press("Escape")
+        case "a version":
+            for name in ("Previous version", "Next version"):
+                page.run("document.querySelector(`.message.user [aria-label='${arguments[0]}']`).click()", name)
+        case "the list":  # the answer is stopped
+            page.click("#list .title")
+            page.wait(DONE)
+            assert page.text(LAST) == "First half"
+            assert visible(page, '[aria-label="Continue this answer"]')
+            return
+    assert page.text(LAST) == "First half"
+    released.append(True)
+    page.wait(f"{DONE} && document.querySelector('{LAST}').textContent === 'First half, second half.'")
+
+
+def test_only_the_last_answer_is_continued(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: [{"delta": {"content": "One, two"}}, *the_end("length")]
+    ask(page, "Count")
+    assert visible(page, '[aria-label="Continue this answer"]')
+    server.answer = lambda request: [{"error": {"message": "out of memory"}}]
+    ask(page, "More", "document.querySelector('.failure')")
+    assert not visible(page, '[aria-label="Continue this answer"]')
+
+
+@pytest.mark.parametrize("key", ["Enter", "Escape"])
+def test_keys_of_an_input_method_are_not_for_the_page(page: Browser, server: FakeOpenAI, key: str) -> None:
+    """Browsers mark them by ``isComposing``, or by the code 229 alone."""
+    press = """for (const fields of [{ isComposing: true }, { keyCode: 229 }])
+        document.activeElement.dispatchEvent(new KeyboardEvent("keydown",
+            { key: arguments[0], bubbles: true, cancelable: true, ...fields }));"""
+    released: list[bool] = []
+    server.answer = lambda request: slow_answer(released)
+    ask(page, "Hi", f"document.querySelector('{LAST}')?.textContent === 'First half'")
+    page.type("#input", "nihao")
+    page.run(press, key)
+    page.run("document.querySelector('.message.user [aria-label=Edit]').click()")
+    page.run(press, key)
+    assert page.run("return document.activeElement.ariaLabel") == "Edit message"
+    released.append(True)
+    page.wait(f"{DONE} && document.querySelector('{LAST}').textContent === 'First half, second half.'")
+    assert len(server.requests) == 1
 
 
 # ---- Conversations ----
@@ -345,6 +439,67 @@ def test_conversations_are_kept_searched_and_deleted(page: Browser, server: Fake
     page.wait("document.querySelectorAll('#list li').length === 1")
 
 
+def test_a_conversation_that_is_deleted_while_it_is_answered_does_not_come_back(
+    page: Browser, server: FakeOpenAI
+) -> None:
+    released: list[bool] = []
+    server.answer = lambda request: slow_answer(released)
+    ask(page, "Hi", f"document.querySelector('{LAST}')?.textContent === 'First half'")
+    page.run("window.confirm = () => true")
+    time.sleep(2.1)  # the next part of the answer would be saved
+    page.run("document.querySelector('#list .remove').click()")
+    page.wait("document.querySelector('#stop').hidden")
+    open_page(page, server)
+    assert page.run("return store((objects) => objects.getAll())") == []
+
+
+def test_two_tabs_keep_what_each_has_added(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: text_answer("About " + request["messages"][-1]["content"])
+    ask(page, "apples")
+    conversation = page.run("window.other = structuredClone(current); return other.id")
+    ask(page, "pears", f"document.querySelectorAll('.message').length === 4 && {DONE}")
+    # The other tab knows nothing of the pears.
+    page.run("conversations.set(other.id, other); current = other; show()")
+    assert page.run("return document.querySelectorAll('.message').length") == 2
+    ask(page, "plums", f"document.querySelectorAll('.message').length === 4 && {DONE}")
+    [kept] = page.run("return store((objects) => objects.getAll())")
+    assert kept["id"] == conversation
+    texts = {message["content"] for message in kept["messages"].values() if message["role"] == "user"}
+    assert texts == {"apples", "pears", "plums"}
+
+
+def test_a_storage_that_is_forbidden(page: Browser, server: FakeOpenAI) -> None:
+    """The page works, keeps the settings and the key while it is open, and says that it keeps nothing longer."""
+    script = """window.alerts = []; window.alert = (text) => alerts.push(text);
+        for (const name of ["localStorage", "sessionStorage", "indexedDB"])
+            Object.defineProperty(window, name, { get() { throw new DOMException("no", "SecurityError"); } });"""
+    added = page.command("Page.addScriptToEvaluateOnNewDocument", {"source": script})
+    try:
+        open_page(page, server)
+        page.click("#open-settings")
+        page.type("[name=system]", "Be brief.")
+        page.click("#settings button.main")
+        ask(page, "One")
+        ask(page, "Two", f"document.querySelectorAll('.message').length === 4 && {DONE}")
+    finally:
+        page.command("Page.removeScriptToEvaluateOnNewDocument", added)
+    assert server.requests[1]["messages"][0] == {"role": "system", "content": "Be brief."}
+    [alert] = page.run("return alerts")
+    assert "are lost when this tab is closed" in alert
+
+
+def test_a_draft_without_a_conversation_is_kept_once(page: Browser, server: FakeOpenAI) -> None:
+    for _ in range(2):
+        page.type("#input", "x")
+        open_page(page, server)
+    assert page.run("return document.querySelector('#input').value") == "xx"
+    assert page.run("return Object.keys(localStorage).filter((key) => key.includes('draft')).length") == 1
+    ask(page, " and more")
+    page.type("#input", "next")
+    page.run("window.confirm = () => true; document.querySelector('#list .remove').click()")
+    assert page.run("return Object.keys(localStorage).filter((key) => key.includes('draft'))") == []
+
+
 def test_export_and_import(page: Browser, server: FakeOpenAI) -> None:
     ask(page, "apples")
     page.run("URL.createObjectURL = (blob) => { window.exported = blob.text(); return '#'; }")
@@ -357,7 +512,27 @@ def test_export_and_import(page: Browser, server: FakeOpenAI) -> None:
     page.wait(f"document.querySelector({LAST!r})?.textContent === 'Hello.'")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"conversations": [{"title": 5}]}', '{"conversations": [null]}'])
+def test_a_large_import_draws_the_list_once(page: Browser) -> None:
+    conversations = [{"title": f"Number {number}", "messages": {}} for number in range(100)]
+    drawn = page.run(
+        """const plain = window.showList;
+        let drawn = 0;
+        window.showList = () => { drawn += 1; plain(); };
+        return importFile(new File([arguments[0]], "x")).then(() => drawn);""",
+        json.dumps({"conversations": conversations}),
+    )
+    assert drawn == 1
+    assert page.run("return document.querySelectorAll('#list li').length") == 100
+    page.wait("store((objects) => objects.getAll()).then((kept) => kept.length === 100)")
+
+
+ROOT = {"id": "", "parent": "", "role": "user", "content": ""}  # its own parent
+ENDLESS = json.dumps({"conversations": [{"title": "", "messages": {"x": ROOT}}]})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"conversations": [{"title": 5}]}', '{"conversations": [null]}', ENDLESS]
+)
 def test_a_file_without_conversations_is_not_imported(page: Browser, text: str) -> None:
     page.run("window.alert = (text) => { window.alerted = text; }")
     page.run("return importFile(new File([arguments[0]], 'x.json'))", text)
@@ -367,7 +542,8 @@ def test_a_file_without_conversations_is_not_imported(page: Browser, text: str) 
 
 def test_files_are_attached(page: Browser, server: FakeOpenAI) -> None:
     page.run(
-        """const data = new DataTransfer();
+        """window.alert = (text) => { window.alerted = text; };
+        const data = new DataTransfer();
         data.items.add(new File(["one two"], "notes.txt"));
         data.items.add(new File(["a\\0b"], "binary.bin"));
         data.items.add(new File(["x".repeat((1 << 20) + 1)], "huge.txt"));
@@ -380,10 +556,48 @@ def test_files_are_attached(page: Browser, server: FakeOpenAI) -> None:
     )
     names = "[...document.querySelectorAll('#files .file')].map((n) => n.textContent).sort().join()"
     page.wait(f"{names} === 'Pasted text,notes.txt'")
+    page.wait("window.alerted")
+    assert page.run("return alerted") == "binary.bin is no text file\nhuge.txt is larger than 1 MB"
     page.click('[aria-label="Remove Pasted text"]')
     ask(page, "Summarise")
     assert server.requests[0]["messages"][0]["content"] == "File: notes.txt\n```\none two\n```\n\nSummarise"
     assert page.text(".message .file") == "notes.txt"
+
+
+@pytest.mark.parametrize(("name", "text", "is_attached"), [
+    ("cells.png", "a\tb", False),  # spreadsheets add a picture of what is copied
+    ("notes.txt", "notes.txt", True),  # file managers add the name
+    ("cells.png", "", True),
+])  # fmt: skip
+def test_a_picture_of_a_copied_text_is_not_the_text(page: Browser, name: str, text: str, is_attached: bool) -> None:
+    kind = "image/png" if name.endswith("png") else "text/plain"
+    was_prevented = page.run(
+        """window.attach = (list) => { window.attached = [...list].map((file) => file.name); };
+        const pasted = new DataTransfer();
+        pasted.items.add(new File(["x"], arguments[0], { type: arguments[1] }));
+        if (arguments[2]) pasted.setData("text/plain", arguments[2]);
+        return !document.querySelector("#input").dispatchEvent(
+            new ClipboardEvent("paste", { clipboardData: pasted, bubbles: true, cancelable: true }));""",
+        name, kind, text,
+    )  # fmt: skip
+    assert was_prevented is is_attached
+    assert page.run("return window.attached ?? []") == ([name] if is_attached else [])
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_copy_button_says_what_happened(page: Browser, server: FakeOpenAI, is_allowed: bool) -> None:
+    server.answer = lambda request: text_answer("```\nx\n```")
+    ask(page, "Hi")
+    page.run(
+        """navigator.clipboard.writeText = async () => { if (!arguments[0]) throw new Error("no"); };
+        const button = document.querySelector(".code button");
+        button.click();
+        button.click();""",
+        is_allowed,
+    )
+    result = "Copied" if is_allowed else "Not allowed"
+    page.wait(f"document.querySelector('.code button').textContent === '{result}'")
+    page.wait("document.querySelector('.code button').textContent === 'Copy'")
 
 
 def test_a_conversation_is_renamed(page: Browser, server: FakeOpenAI) -> None:
@@ -503,6 +717,20 @@ def test_markdown(page: Browser, text: str, html: str) -> None:
     assert page.run(HTML_OF, [text]) == html
 
 
+def test_each_paragraph_has_the_direction_of_its_text(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: text_answer("Peace\n\n\u05e9\u05dc\u05d5\u05dd\n\n```\n\u05e9\n```")
+    ask(page, "Hi")
+    is_left = page.run(
+        """return [...document.querySelectorAll(".markdown p, .markdown pre")].map((node) => {
+            const range = document.createRange();
+            range.selectNodeContents(node);
+            const [text, box] = [range.getBoundingClientRect(), node.getBoundingClientRect()];
+            return text.left - box.left < box.right - text.right;
+        });"""
+    )
+    assert is_left == [True, False, True]
+
+
 def test_tables_and_code(page: Browser) -> None:
     html = page.run(HTML_OF, ["| a | b |\n|--:|:-:|\n| 1 | `x\\|y` |\n\n```python\nif x:  # é\n    '<b>'\n```"])
     assert '<th class="end" scope="col">a</th><th class="middle" scope="col">b</th>' in html
@@ -567,6 +795,45 @@ def test_the_work_for_a_long_answer_is_linear(page: Browser, text: str) -> None:
         pieces,
     )
     assert work <= 10 * len(text) + 50 * 4000
+
+
+def test_a_long_conversation_is_searched_once(page: Browser) -> None:
+    drawn = page.run(
+        """let parent = "";
+        for (let i = 0; i < 100; i += 1) parent = addMessage({ parent, role: i % 2 ? "assistant" : "user" }).id;
+        const plain = Object.values;
+        let searched = 0;
+        Object.values = (object) => { searched += object === current.messages; return plain(object); };
+        try { show(); } finally { Object.values = plain; }
+        return searched;"""
+    )
+    assert drawn == 1
+    assert page.run("return document.querySelectorAll('.message').length") == 100
+
+
+LONG_LINES = [
+    pytest.param("a|b\n" + "-" * 200_000 + "|x", id="dashes"),
+    pytest.param("a|b\n" + "|-" * 100_000 + "x", id="columns"),
+    pytest.param("# x" + " " * 400_000 + "y", id="spaces of a heading"),
+    pytest.param("# " + "#" * 400_000 + "y", id="hashes"),
+    pytest.param("```" + " " * 400_000 + "`", id="spaces of a fence"),
+    pytest.param("*x " + "`a` " * 100_000, id="an open mark"),
+    pytest.param("a|b\n-|-\n" + "c|\n" * 200_000, id="rows of a table"),
+]
+
+
+@pytest.mark.parametrize("text", LONG_LINES)
+def test_a_long_line_is_shown(page: Browser, text: str) -> None:
+    """A pattern that takes quadratic time takes longer than the driver waits."""
+    shown = page.run(
+        """const node = document.createElement("div");
+        const view = new MarkdownView(node);
+        view.append(arguments[0]);
+        view.update(true);
+        return node.textContent.length;""",
+        text,
+    )
+    assert shown >= 100_000
 
 
 # ---- Hostile texts ----

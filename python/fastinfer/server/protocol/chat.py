@@ -115,8 +115,16 @@ class Message(RequestModel):
         return isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message with the fields that chat templates know, as far as they are given."""
-        fields = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        """Return the message with the fields that chat templates know, as far as given; images are still to be read."""
+        content: Any = self.text
+        if self.has_images and isinstance(self.content, list):
+            content = [
+                {"type": "text", "text": part.text}
+                if isinstance(part, TextPart)
+                else {"type": "image", "image": part.image_url.url}
+                for part in self.content
+            ]
+        fields = {"role": "system" if self.role == "developer" else self.role, "content": content}
         return fields if self.name is None else {**fields, "name": self.name}
 
 
@@ -125,18 +133,6 @@ class InputMessage(Message):
 
     role: Literal["system", "developer", "user"]
     content: InputContent
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message with the fields that chat templates know; images are still to be read."""
-        fields = super().for_template()
-        if self.has_images and isinstance(self.content, list):
-            fields["content"] = [
-                {"type": "text", "text": part.text}
-                if isinstance(part, TextPart)
-                else {"type": "image", "image": part.image_url.url}
-                for part in self.content
-            ]
-        return fields
 
 
 class AssistantMessage(Message):
@@ -173,7 +169,7 @@ class ToolMessage(Message):
     """The result of a tool call."""
 
     role: Literal["tool"]
-    content: Content
+    content: InputContent
     tool_call_id: str
 
     def for_template(self) -> dict[str, Any]:
@@ -238,7 +234,21 @@ class NamedToolChoice(RequestModel):
     function: NamedFunction
 
 
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedToolChoice, OneOf("type")]
+class AllowedTools(RequestModel):
+    """The tools of which the model may call some, or must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(RequestModel):
+    """The choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice, OneOf("type")]
 
 
 class ChatRequest(SamplingFields):
@@ -288,6 +298,16 @@ class ChatRequest(SamplingFields):
     prediction: None = Field(default=None, description="the server predicts by itself with --speculate")
     prompt_cache_options: None = Field(default=None, description="prefixes are always cached; cache_salt parts them")
     web_search_options: None = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model knows."""
+        if self.tool_choice == "none":
+            return []
+        if not isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tools or []
+        names = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return [tool for tool in self.tools or [] if tool.function.name in names]
 
     def field_names(self) -> dict[str, str]:
         """Return the request's names of fields by the names that errors have."""

@@ -9,7 +9,7 @@ from fastinfer.server.protocol.base import RequestModel
 from fastinfer.server.protocol.chat import MAX_BUDGET, MAX_TOOLS, Caller, ChatRequest, ToolName, conversation
 from fastinfer.server.protocol.many import Items
 from fastinfer.server.protocol.one_of import OneOf
-from fastinfer.server.protocol.sampling import ShortText, StreamOptions
+from fastinfer.server.protocol.sampling import ShortText, StreamOptions, StructuredOutputs
 
 # First line of Claude Code's system prompt, with a hash of each request: no two prompts would share a prefix.
 BILLING = "x-anthropic-billing-header:"
@@ -76,15 +76,19 @@ class ToolResultBlock(RequestModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: Annotated[str | Items[Annotated[TextBlock | ImageBlock, OneOf("type")]], OneOf("type")] | None = None
     is_error: bool | None = None
     cache_control: CacheControl = None
 
-    @property
-    def text(self) -> str:
-        """The result as one text; templates have no other place for the fact that it is an error."""
-        text = _text(self.content or "")
-        return f"Error: {text}" if self.is_error else text
+    def for_chat(self) -> dict[str, Any]:
+        """Return the chat message of the result; templates have no other place for the fact that it is an error."""
+        content: Any = self.content or ""
+        error = "Error: " if self.is_error else ""
+        if isinstance(content, str) or all(isinstance(block, TextBlock) for block in content):
+            content = error + _text(content)
+        else:
+            content = [*([{"type": "text", "text": error}] if error else []), *map(_part, content)]
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
 
 UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, OneOf("type")]
@@ -114,7 +118,7 @@ class AnthropicUserMessage(RequestModel):
             return [{"role": "user", "content": self.content}]
         results = [block for block in self.content if isinstance(block, ToolResultBlock)]
         others = [block for block in self.content if not isinstance(block, ToolResultBlock)]
-        messages = [{"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text} for block in results]
+        messages = [block.for_chat() for block in results]
         return [*messages, {"role": "user", "content": list(map(_part, others))}] if others else messages
 
 
@@ -203,6 +207,20 @@ class Metadata(RequestModel):
     user_id: ShortText | None = None
 
 
+class OutputSchema(RequestModel):
+    """A JSON schema that the text obeys."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestModel):
+    """Options of the output."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Annotated[OutputSchema, OneOf("type")] | None = None
+
+
 class CountTokensRequest(RequestModel):
     """A request for the number of tokens of a conversation."""
 
@@ -211,6 +229,8 @@ class CountTokensRequest(RequestModel):
         "prompt_token_ids": "messages",
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
+        "structured_outputs": "output_config.format",
+        "json": "output_config.format.schema",
         "tools[].function.name": "tools[].name",
         "tools[].function.parameters": "tools[].input_schema",
     }
@@ -224,6 +244,7 @@ class CountTokensRequest(RequestModel):
     tools: Annotated[Items[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[FreeToolChoice | AnthropicNamedToolChoice, OneOf("type")] | None = None
     thinking: Annotated[Thinking | NoThinking, OneOf("type")] | None = None
+    output_config: OutputConfig | None = None
     cache_control: CacheControl = None
 
     def chat(self, **fields: Any) -> ChatRequest:
@@ -241,8 +262,13 @@ class CountTokensRequest(RequestModel):
                 messages.append({"role": "system", "content": "\n".join(kept)})
         for message in self.messages:
             messages += message.for_chat()
+        variables: dict[str, Any] = {}
         if self.thinking is not None:
-            fields["chat_template_kwargs"] = {"enable_thinking": isinstance(self.thinking, Thinking)}
+            variables["enable_thinking"] = isinstance(self.thinking, Thinking)
+        if self.output_config is not None and self.output_config.effort is not None:
+            variables["reasoning_effort"] = self.output_config.effort  # thinking alone says whether to reason
+        if self.output_config is not None and self.output_config.format is not None:
+            fields["structured_outputs"] = StructuredOutputs(json=self.output_config.format.schema_)
         if isinstance(self.thinking, Thinking):
             fields["include_reasoning"] = self.thinking.display != "omitted"
             fields["thinking_token_budget"] = self.thinking.budget_tokens
@@ -253,6 +279,7 @@ class CountTokensRequest(RequestModel):
             model=self.model,
             messages=conversation(messages),
             continue_final_message=is_begun or None,
+            chat_template_kwargs=variables or None,
             **self._tools(),
             **fields,
         )
@@ -306,7 +333,6 @@ class MessagesRequest(CountTokensRequest):
     diagnostics: None = None
     inference_geo: None = None
     mcp_servers: None = Field(default=None, description="the client calls the tools")
-    output_config: None = None
 
     def as_chat(self) -> ChatRequest:
         """Return the request as a chat.

@@ -21,7 +21,7 @@ class InputText(RequestModel):
 
 
 class InputImage(RequestModel):
-    """An image of the user, as a data: URI."""
+    """An image of the user or of a tool, as a data: URI."""
 
     type: Literal["input_image"]
     image_url: str
@@ -46,7 +46,7 @@ class ReasoningText(RequestModel):
     text: str
 
 
-Content = Annotated[str | Items[Annotated[InputText | OutputText, OneOf("type")]], OneOf("type")]
+Content = Annotated[str | Items[Annotated[InputText | OutputText | InputImage, OneOf("type")]], OneOf("type")]
 
 
 class ItemModel(RequestModel):
@@ -61,7 +61,7 @@ class MessageItem(ItemModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[str | Items[Annotated[InputText | OutputText | InputImage, OneOf("type")]], OneOf("type")]
+    content: Content
     phase: str | None = None
 
     def model_post_init(self, _: Any) -> None:
@@ -131,6 +131,17 @@ class NamedTool(RequestModel):
     name: str
 
 
+class ToolChoiceAllowed(RequestModel):
+    """The choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | ToolChoiceAllowed, OneOf("type")]
+
+
 class TextSchema(JSONSchema):
     """A constraint on the text by a JSON schema."""
 
@@ -170,7 +181,7 @@ class CountInputRequest(RequestModel):
     input: Annotated[str | Annotated[Items[Item], Field(min_length=1)], OneOf("type")]
     instructions: str | None = None
     tools: Annotated[Items[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, OneOf("type")] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -207,7 +218,10 @@ class CountInputRequest(RequestModel):
                 raise APIError(400, "tool_choice needs tools", param="tool_choice")
             return {}
         if isinstance(choice, NamedTool):
-            choice = {"type": "function", "function": {"name": choice.name}}
+            choice = _named(choice)
+        elif isinstance(choice, ToolChoiceAllowed):
+            allowed = {"mode": choice.mode, "tools": list(map(_named, choice.tools))}
+            choice = {"type": choice.type, "allowed_tools": allowed}
         checked = ChatRequest.model_validate(
             {
                 "messages": [{"role": "user", "content": ""}],
@@ -265,6 +279,11 @@ class ResponsesRequest(CountInputRequest):
         )
 
 
+def _named(tool: NamedTool) -> dict[str, Any]:
+    """Return the choice of a tool as chats have it."""
+    return {"type": "function", "function": {"name": tool.name}}
+
+
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
     """Return the chat messages of items: reasoning and calls belong to the assistant's message beside them."""
     messages: list[dict[str, Any]] = []
@@ -285,7 +304,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
                 call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
                 answer().setdefault("tool_calls", []).append(call)
             case OutputItem():
-                result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                result = {"role": "tool", "tool_call_id": item.call_id, "content": _parts(item.output)}
                 messages.append({**result, "name": item.name})
             case ReasoningItem():
                 text = _text(item.content or item.summary or "")
