@@ -33,6 +33,7 @@ FAMILIES = (
     "arcee-plain",
     "seed-oss-plain",
     "ernie4.5",
+    "ernie4.5-moe",
     "glm4",
     "glm4-biases",
     "starcoder2-full",

@@ -143,6 +143,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee-biases": ("Arcee", HEADS | {"attention_bias": True, "mlp_bias": True}),
     "ernie4.5": ("Ernie4_5", HEADS),
     "ernie4.5-biases": ("Ernie4_5", HEADS | {"use_bias": True, "tie_word_embeddings": False}),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        HEADS | {"moe_intermediate_size": 48, "moe_num_experts": 8, "moe_k": 3, "tie_word_embeddings": False},
+    ),
     "glm": ("Glm", HEADS),
     "glm4": ("Glm4", HEADS | {"attention_bias": False}),
     "glm4-biases": ("Glm4", HEADS),

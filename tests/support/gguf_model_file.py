@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "arcee": ("arcee", gguf.MODEL_ARCH.ARCEE),
     "seed_oss": ("seed_oss", gguf.MODEL_ARCH.SEED_OSS),
     "ernie4_5": ("ernie4_5", gguf.MODEL_ARCH.ERNIE4_5),
+    "ernie4_5_moe": ("ernie4_5-moe", gguf.MODEL_ARCH.ERNIE4_5_MOE),
     "glm4": ("glm4", gguf.MODEL_ARCH.GLM4),
     "starcoder2": ("starcoder2", gguf.MODEL_ARCH.STARCODER2),
     "stablelm": ("stablelm", gguf.MODEL_ARCH.STABLELM),
@@ -237,6 +238,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_leading_dense_block_count(config.num_dense_layers)
     if architecture in ("glm4moe", "minimax-m2", "lfm2moe", "dots1"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture == "ernie4_5-moe":
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_feed_forward_length(config.moe_num_shared_experts * config.moe_intermediate_size)
     if architecture in ("glm4moe", "dots1"):
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_shared_count(config.n_shared_experts)
@@ -377,6 +381,8 @@ def _converted(
         values = values.T
     if name.endswith("conv.conv.weight"):
         values = values.squeeze(1)
+    if ".moe_statics." in name:
+        name, values = name.replace("gate.moe_statics", "moe_statics"), values.squeeze(0)
     name = name.replace("expert_bias", "expert_bias.bias")
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")

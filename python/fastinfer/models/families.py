@@ -109,6 +109,7 @@ class Family:
         qkv_bias: whether Q, K and V have a bias although config.json does not say so.
         output_bias: whether the output of attention has a bias if Q, K and V have one by ``attention_bias``.
         sigmoid_router: whether experts are chosen by sigmoids and a bias.
+        router_bias: whether a bias takes part in the choice of other routers, too.
         epsilon: config.json's name of the norms' ``eps``; ``None`` for the usual one, which follows from the norm.
         norm_offset: number added to the stored weights of RMSNorms, except those within linear attention.
         plain_last_norm: whether it is not added to those of the norm after the last layer, either.
@@ -131,6 +132,7 @@ class Family:
     qkv_bias: bool = False
     output_bias: bool = True
     sigmoid_router: bool = False
+    router_bias: bool = False
     epsilon: str | None = None
     norm_offset: float = 0.0
     plain_last_norm: bool = False
@@ -351,6 +353,27 @@ FAMILIES: dict[str, Family] = {
     "ArceeForCausalLM": Family(activation="relu2", gated=False, defaults={"rms_norm_eps": 1e-5}),
     "Ernie4_5ForCausalLM": Family(
         structure=INTERLEAVED, aliases=_ONE_BIAS, defaults={"head_dim": 128, "num_key_value_heads": 2, **_ERNIE}
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        _LAYER | {"router_bias": "mlp.moe_statics.e_score_correction_bias"},
+        structure=INTERLEAVED,
+        aliases={
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_k",
+            "n_shared_experts": "moe_num_shared_experts",
+            "first_k_dense_replace": "moe_layer_start_index",
+            "decoder_sparse_step": "moe_layer_interval",
+        },
+        router_bias=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "moe_k": 6,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "norm_topk_prob": True,
+            **_ERNIE,
+        },
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, layer={**_GLM.layer, **_GLM4_NORMS}, structure=GLM4),

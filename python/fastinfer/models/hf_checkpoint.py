@@ -144,6 +144,8 @@ class HFCheckpoint:
         values = values.float()
         if rows is not None and len(values) == rows[1]:
             values = values[rows[0]]
+        if part == "router_bias" and len(values) == 1:
+            values = values[0]  # ERNIE's has a dimension more, for groups of experts
         if values.shape != (size,):
             raise CheckpointFormatError(
                 f"{self.path}: tensor {stored!r} must have the shape {[size]}, got {list(values.shape)}"

@@ -190,6 +190,11 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
     if name == "StableLmForCausalLM":
         require(fields, "qk_layernorm", False)
         require(fields, "use_parallel_residual", False)
+    if name == "Ernie4_5_MoeForCausalLM":
+        require(fields, "use_bias", False)
+        last = fields.get("num_hidden_layers", int) - 1
+        if (end := fields.get("moe_layer_end_index", int, -1)) not in (-1, last):
+            raise UnsupportedModelError(f"{fields.path}: moe_layer_end_index must be -1 or {last}, got {end}")
     if name == "OlmoeForCausalLM" and fields.values.get("clip_qkv") is not None:
         raise UnsupportedModelError(f"{fields.path}: clip_qkv must be null, got {fields.values['clip_qkv']!r:.80}")
     if name == "DeepseekV2ForCausalLM":

@@ -21,7 +21,7 @@ def router(fields: JsonFields, family: Family, experts: int) -> RouterConfig:
     groups = fields.get("n_group", int, 1, minimum=1, maximum=max(1, experts))
     return RouterConfig(
         scoring="sigmoid" if family.sigmoid_router else "softmax",
-        has_bias=family.sigmoid_router and fields.get("use_expert_bias", bool, True),
+        has_bias=family.router_bias or (family.sigmoid_router and fields.get("use_expert_bias", bool, True)),
         num_groups=groups,
         top_groups=fields.get("topk_group", int, 1, minimum=1, maximum=groups),
         renormalize=renormalize,
