@@ -93,6 +93,12 @@ def test_drafts_are_those_of_the_reference(
             {"windows": (0, 7)},
         ),
         (
+            write_speculators,
+            {"model_type": "llama", "layer_types": [SLIDING, FULL], "sliding_window": 7}
+            | {"sliding_window_non_causal": False},
+            {"windows": (7, 0)},
+        ),
+        (
             write_gguf_head,
             {"sliding_window": 6, "sliding_window_pattern": [True, False]},
             {"windows": (6, 0)},
@@ -108,7 +114,7 @@ def test_tokens_in_windows_see_what_they_were_trained_to_see(
     expected: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    head = random_head(len(LAYERS))
+    head = random_head(len(LAYERS), model_type=settings.get("model_type", "qwen3"))
     llm = with_head(model, write(tmp_path / "head", head, LAYERS, **settings), **options)
     drafts = recorded_drafts(llm)
     assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
@@ -250,7 +256,11 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
             UnsupportedModelError,
             "layer_types must be full_attention and sliding_attention alone",
         ),
-        ({"layer_types": [SLIDING], "sliding_window": 4}, CheckpointFormatError, "layer_types: expected 2 of"),
+        (
+            {"layer_types": [SLIDING], "sliding_window": 4},
+            CheckpointFormatError,
+            "layer_types: expected 2 entries, got 1",
+        ),
         ({"model_type": ["qwen3"]}, CheckpointFormatError, r"model_type: expected str, got \['qwen3'\]"),
         ({"model_type": "gemma"}, UnsupportedModelError, "model_type must be one of .*, got 'gemma'"),
         ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor must be False, got True"),

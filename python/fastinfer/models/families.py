@@ -383,7 +383,7 @@ FAMILIES: dict[str, Family] = {
         aliases=_ONE_BIAS,
         gated=False,
         epsilon="norm_epsilon",
-        defaults={"norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh"},
+        defaults={"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None, "hidden_act": "gelu_pytorch_tanh"},
     ),
     "StableLmForCausalLM": Family(
         structure=LAYER_NORMS,

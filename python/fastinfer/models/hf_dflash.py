@@ -10,7 +10,7 @@ from typing import Any
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
-from fastinfer.models.config import BlockConfig, ModelConfig
+from fastinfer.models.config import MAX_SIZE, BlockConfig, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.hf_fields import require
 from fastinfer.models.hf_heads import MAX_POSITION, HFDraftCheckpoint
@@ -32,14 +32,13 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
             ("is_neox_style", True),
         ):
             require(own, key, expected)
-        source = fields if layer is None else layer
-        windows = self._window_fields(source)
-        factors = {"final_logit_softcapping": own.values.get("final_logit_softcapping")}
-        config = self._layers_config("qwen3", fields.get("draft_vocab_size", int, None), **windows, **factors)
-        if config.draft_vocab_size == config.vocab_size:
-            config = replace(config, draft_vocab_size=0)
+        softcap = own.values.get("final_logit_softcapping")
+        draft_vocab_size = fields.get("draft_vocab_size", int, None)
+        config = self._layers_config("qwen3", draft_vocab_size, final_logit_softcapping=softcap)
         config = replace(
             config,
+            draft_vocab_size=0 if draft_vocab_size == config.vocab_size else config.draft_vocab_size,
+            windows=self._windows(fields if layer is None else layer, config),
             embedding_scale=own.get("input_embedding_scale", float, 1.0, minimum=1e-6),
             logits_scale=own.get("output_multiplier", float, 1.0, minimum=1e-6),
         )
@@ -55,19 +54,23 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         values = self._fields.values | ({} if inner is None else inner.values)
         return JsonFields(self._fields.path, values, CheckpointFormatError)
 
-    def _window_fields(self, source: JsonFields) -> dict[str, Any]:
-        """Return the fields of the windows, if ``layer_types`` names any; the layers' classes would ignore them."""
+    def _windows(self, source: JsonFields, config: ModelConfig) -> tuple[int, ...]:
+        """Return the length of each layer's window; ``layer_types`` counts where the layers' class would ignore it."""
         kinds: list[Any] = source.get("layer_types", list, [])
         if any(kind not in (FULL, SLIDING) for kind in kinds):
             raise UnsupportedModelError(
                 f"{source.path}: layer_types must be {FULL} and {SLIDING} alone, got {kinds!r:.80}"
             )
         if SLIDING not in kinds:
-            return {}
-        is_used = source.get("use_sliding_window", bool, True)
+            return config.windows
+        if len(kinds) != config.num_layers:
+            raise CheckpointFormatError(
+                f"{source.path}: layer_types: expected {config.num_layers} entries, got {len(kinds)}"
+            )
         # Without a window these layers see the whole text, but still none of the tokens behind them.
-        window = source.get("sliding_window", int, minimum=1) if is_used else MAX_POSITION
-        return {"use_sliding_window": True, "sliding_window": window}
+        is_used = source.get("use_sliding_window", bool, True)
+        window = source.get("sliding_window", int, minimum=1, maximum=MAX_SIZE) if is_used else MAX_POSITION
+        return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
     def _is_causal(self, own: JsonFields, config: ModelConfig, *, is_own: bool) -> bool:
         """Return whether a block's tokens see none of those behind them in layers without a window, too."""

@@ -7,8 +7,8 @@ from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_SIZE
 from fastinfer.models.families import Family
 from fastinfer.models.hf_fields import require
-from fastinfer.models.hf_states import FULL, is_rotated, layers_of_kind, mamba_layers, short_conv_layers
-from fastinfer.models.structure import NEMOTRON_H, periodic_windows
+from fastinfer.models.hf_states import FULL, SLIDING, is_rotated, layers_of_kind, mamba_layers, short_conv_layers
+from fastinfer.models.structure import LFM3, NEMOTRON_H, periodic_windows
 
 
 def attention_windows(fields: JsonFields, name: str, family: Family, num_layers: int) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ def _windowed_layers(fields: JsonFields, name: str, num_layers: int) -> Callable
 def state_layers(fields: JsonFields, family: Family, num_layers: int) -> tuple[bool, ...]:
     """Return whether each layer has a state instead of keys and values; empty for a family without such layers."""
     if family.structure.short_convs:
-        return short_conv_layers(fields, num_layers)
+        return short_conv_layers(fields, num_layers, (FULL, SLIDING) if family.structure is LFM3 else (FULL,))
     if family.structure.mamba2:
         return mamba_layers(fields, num_layers)
     period = family.structure.linear_period

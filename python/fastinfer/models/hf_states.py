@@ -33,11 +33,10 @@ def linear_attention(fields: JsonFields, size: Sizes) -> LinearAttentionConfig:
     return sizes
 
 
-def short_conv_layers(fields: JsonFields, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer of LFM2 and LFM3 has a short convolution."""
+def short_conv_layers(fields: JsonFields, num_layers: int, others: Sequence[str]) -> tuple[bool, ...]:
+    """Return whether each layer of LFM2 and LFM3 has a short convolution; ``others``: the other kinds of layers."""
     listed = fields.get("full_attn_idxs", list, [])
     default: list[object] = [FULL if layer in listed else CONV for layer in range(num_layers)]
-    others = (FULL, SLIDING) if "sliding_window" in fields.values else (FULL,)
     return layers_of_kind(fields, CONV, fields.get("layer_types", list, default), num_layers, others)
 
 
