@@ -128,7 +128,7 @@ ROWS = [
     Row("`store_kv_cache`", r"store_kv_cache_kernel<bf16, 8>"),
     Row("`merge_attention_states`", r"merge_attention_states_kernel<bf16, 8>"),
     Row("`quantize_int8`", r"quantize_int8_kernel<bf16, 8>"),
-    Row("`sigmoid_gate`", r"sigmoid_gate_kernel<bf16, 8>"),
+    Row("`sigmoid_gate`", r"sigmoid_gate_kernel<bf16, false, 8>"),
     Row("`causal_conv1d` of a prompt", r"causal_conv1d_kernel<bf16, 8, 4, false>"),
     Row(
         "`gated_delta_rule`, decode",

@@ -10,7 +10,10 @@ Tensor sigmoid_gate(const Output& output, const Tensor& x, const Tensor& gate) {
   check.shape(x, "x", {kAny, kAny});
   check.contiguous(x, "x");
   const DType dtype = check.float_dtype(x, "x");
-  check.shape(gate, "gate", x.sizes());
+  check.shape(gate, "gate", {x.size(0), kAny});
+  const int64_t width = x.size(1), groups = gate.size(1);
+  check.require(groups == width || (groups > 0 && width % groups == 0),
+                "gate must have a number of columns that divides ", width, ", the width of x, got ", groups);
   check.dtype(gate, "gate", x.scalar_type());
   check.rows_contiguous(gate, "gate");
   const Tensor out = output.tensor(check, x, x.sizes(), std::nullopt, {&x});
@@ -19,7 +22,8 @@ Tensor sigmoid_gate(const Output& output, const Tensor& x, const Tensor& gate) {
       .gate = gate.data_ptr(),
       .out = out.data_ptr(),
       .rows = x.size(0),
-      .width = x.size(1),
+      .width = width,
+      .group_width = groups == width ? 1 : width / groups,
       .gate_stride = gate.stride(0),
       .dtype = dtype,
   };

@@ -1,4 +1,4 @@
-// Values times the sigmoid of their gates: out = x * sigmoid(gate).
+// Values times the sigmoid of their gates: out = x * sigmoid(gate), where neighbouring values may share a gate.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,11 @@ namespace fastinfer {
 
 struct SigmoidGateParams {
   const void* x;     // [rows, width]
-  const void* gate;  // [rows, width], rows gate_stride elements apart
+  const void* gate;  // [rows, width / group_width], rows gate_stride elements apart
   void* out;         // [rows, width]
   int64_t rows;
   int64_t width;
+  int64_t group_width = 1;  // neighbouring elements of x with one gate
   int64_t gate_stride;
   DType dtype;
 };

@@ -12,9 +12,18 @@ void sigmoid_gate(const SigmoidGateParams& p) {
         const T* x = static_cast<const T*>(p.x) + row * p.width;
         const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride;
         T* out = static_cast<T*>(p.out) + row * p.width;
-        for_each_vector(p.width, [&](int64_t i, int64_t lanes) {
-          store_lanes(out + i, load_lanes(x + i, lanes) * sigmoid(load_lanes(gate + i, lanes)), lanes);
-        });
+        if (p.group_width == 1) {
+          for_each_vector(p.width, [&](int64_t i, int64_t lanes) {
+            store_lanes(out + i, load_lanes(x + i, lanes) * sigmoid(load_lanes(gate + i, lanes)), lanes);
+          });
+          continue;
+        }
+        for (int64_t first = 0; first < p.width; first += p.group_width) {
+          const f32v factor = sigmoid(broadcast(to_float(*gate++)));
+          for_each_vector(p.group_width, [&](int64_t i, int64_t lanes) {
+            store_lanes(out + first + i, load_lanes(x + first + i, lanes) * factor, lanes);
+          });
+        }
       }
     });
   });

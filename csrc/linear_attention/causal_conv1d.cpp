@@ -17,8 +17,7 @@ Tensor causal_conv1d(const Output& output, const Tensor& x, const Tensor& weight
   check.shape(weight, "weight", {dim, kAny});
   check.contiguous(weight, "weight");
   const int64_t kernel = weight.size(1);
-  check.require(kernel >= 2 && kernel <= kLongestConvolution, "weight must have 2 to ", kLongestConvolution,
-                " columns, got ", kernel);
+  check.require((kernel >= 2 && kernel <= 4) || kernel == 7, "weight must have 2 to 4 columns, or 7, got ", kernel);
   const DType weight_dtype = check.fp32_or(dtype, weight, "weight");
   if (bias) {
     check.shape(*bias, "bias", {dim});

@@ -185,7 +185,8 @@ void launch_channels(const CausalConv1dParams& p, void* stream) {
                             .dependent = true};
   const auto kernel = p.kernel == 2   ? causal_conv1d_kernel<T, kCount, 2, kGated>
                       : p.kernel == 3 ? causal_conv1d_kernel<T, kCount, 3, kGated>
-                                      : causal_conv1d_kernel<T, kCount, 4, kGated>;
+                      : p.kernel == 4 ? causal_conv1d_kernel<T, kCount, 4, kGated>
+                                      : causal_conv1d_kernel<T, kCount, 7, kGated>;
   launch("causal_conv1d", kernel, config, stream, p, run);
 }
 

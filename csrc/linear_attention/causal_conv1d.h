@@ -13,8 +13,6 @@
 
 namespace fastinfer {
 
-inline constexpr int64_t kLongestConvolution = 4;
-
 struct CausalConv1dParams {
   const void* x;       // [tokens, dim], tokens x_stride elements apart
   const void* weight;  // [dim, kernel]
@@ -25,7 +23,7 @@ struct CausalConv1dParams {
   StateSlots slots;
   int64_t tokens;
   int64_t dim;
-  int64_t kernel;  // 2 to kLongestConvolution
+  int64_t kernel;  // 2 to 4, or 7
   int64_t x_stride;
   int64_t gates_stride;
   DType dtype;         // of x, gates, state and out

@@ -80,7 +80,7 @@ void run_sequence(const CausalConv1dParams& p, const Filter<kKernel>& filter, in
     T* out = static_cast<T*>(p.out) + token * p.dim + first;
     for_each_vector(count, [&](int64_t i, int64_t lanes) {
       f32v sum = load(filter.bias + i);
-#pragma GCC unroll 4
+#pragma GCC unroll 7
       for (int j = 0; j < kKernel; ++j) sum += load(filter.weight[j] + i) * load_lanes(inputs[j] + i, lanes);
       store_lanes(out + i, p.gates != nullptr ? load_lanes(gate + i, lanes) * sum : silu(sum), lanes);
     });
@@ -112,7 +112,8 @@ void causal_conv1d(const CausalConv1dParams& p) {
   switch (p.kernel) {
     case 2: return run<2>(p);
     case 3: return run<3>(p);
-    default: return run<4>(p);
+    case 4: return run<4>(p);
+    default: return run<7>(p);
   }
 }
 

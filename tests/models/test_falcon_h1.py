@@ -146,7 +146,7 @@ def test_layers_and_sizes_of_a_gguf_file(tmp_path: Path) -> None:
             "mamba_norm_before_gate must be False, got True",
         ),
         ({"mamba_d_state": 24}, UnsupportedModelError, "mamba_d_state must be a multiple of 16 up to 256, got 24"),
-        ({"mamba_d_conv": 5}, UnsupportedModelError, "mamba_d_conv must be from 2 to 4, got 5"),
+        ({"mamba_d_conv": 5}, UnsupportedModelError, "mamba_d_conv must be from 2 to 4, or 7, got 5"),
         ({"mamba_n_groups": 4}, CheckpointFormatError, "mamba_n_heads: expected a multiple of 4, got 6"),
         ({"mamba_d_ssm": 100}, CheckpointFormatError, "mamba_d_ssm: expected a multiple of 6, got 100"),
         ({"mamba_d_head": 32}, CheckpointFormatError, "mamba_d_head: expected 16, got 32"),

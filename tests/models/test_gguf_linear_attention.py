@@ -93,7 +93,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"ssm.inner_size": 287}, GGUFFormatError, "qwen35.ssm.inner_size: expected a multiple of 6, got 287"),
         ({"ssm.state_size": 24}, UnsupportedModelError, "ssm.state_size must be a multiple of 16 up to 256, got 24"),
         ({"ssm.inner_size": 6}, UnsupportedModelError, "time_step_rank must be a multiple of 16 up to 256, got 1"),
-        ({"ssm.conv_kernel": 5}, UnsupportedModelError, "qwen35.ssm.conv_kernel must be from 2 to 4, got 5"),
+        ({"ssm.conv_kernel": 5}, UnsupportedModelError, "qwen35.ssm.conv_kernel must be from 2 to 4, or 7, got 5"),
         ({"ssm.group_count": 0}, GGUFFormatError, "qwen35.ssm.group_count"),
         ({"full_attention_interval": 1}, UnsupportedModelError, "full_attention_interval: expected layers with linear"),
         ({"full_attention_interval": 5}, UnsupportedModelError, "among 4, got 5"),

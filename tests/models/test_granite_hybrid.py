@@ -86,7 +86,7 @@ def test_names_of_published_files(tmp_path: Path) -> None:
             r"mamba_expand \* hidden_size: expected a multiple of 6, got 128",
         ),
         ({"mamba_d_head": 64}, CheckpointFormatError, "mamba_d_head: expected 32, got 64"),
-        ({"mamba_d_conv": 5}, UnsupportedModelError, "mamba_d_conv must be from 2 to 4, got 5"),
+        ({"mamba_d_conv": 5}, UnsupportedModelError, "mamba_d_conv must be from 2 to 4, or 7, got 5"),
         ({"mamba_conv_bias": "yes"}, CheckpointFormatError, "mamba_conv_bias"),
         ({"time_step_limit": [0.1]}, CheckpointFormatError, "time_step_limit: expected two numbers in ascending order"),
         ({"time_step_limit": [0.2, 0.1]}, CheckpointFormatError, "time_step_limit: expected two numbers"),

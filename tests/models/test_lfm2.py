@@ -34,6 +34,7 @@ def test_layers_and_sizes(tmp_path: Path) -> None:
     assert config.state_layers == CONVS
     assert config.states == ShortConvConfig(64, 3)
     assert (config.intermediate_size, config.norm_eps, config.rope_theta, config.qk_norm) == (64, 1e-5, 1e6, "head")
+    assert read_hf_config(changed(tmp_path, conv_L_cache=7)).states == ShortConvConfig(64, 7)
     moe = read_hf_config(changed(tmp_path, "lfm2-moe"))
     assert moe.dense_layers == {0, 1}
     assert (moe.intermediate_size, moe.dense_intermediate_size) == (48, 96)
@@ -55,7 +56,7 @@ def test_names_of_the_first_published_files(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"] * 6}, CheckpointFormatError, "expected 6 of conv and full_attention"),
         ({"layer_types": ["conv"] * 6}, UnsupportedModelError, "at least one full_attention, got none"),
         ({"layer_types": ["full_attention"] * 6}, UnsupportedModelError, "at least one conv, got none"),
-        ({"conv_L_cache": 5}, UnsupportedModelError, "conv_L_cache must be from 2 to 4, got 5"),
+        ({"conv_L_cache": 5}, UnsupportedModelError, "conv_L_cache must be from 2 to 4, or 7, got 5"),
         ({"conv_L_cache": "3"}, CheckpointFormatError, "conv_L_cache"),
         ({"conv_bias": 1}, CheckpointFormatError, "conv_bias"),
         ({"block_multiple_of": 0}, CheckpointFormatError, "block_multiple_of"),
@@ -94,6 +95,16 @@ def test_layers_and_sizes_of_a_gguf_file(tmp_path: Path) -> None:
     assert config.state_layers == CONVS
     assert config.states == ShortConvConfig(64, 3)
     assert (config.num_kv_heads, config.intermediate_size, config.dense_intermediate_size) == (2, 48, 96)
+
+
+def test_lengths_of_the_convolution_in_a_gguf_file(tmp_path: Path) -> None:
+    model = make_model("lfm2")
+    for length in (7, 5):
+        model.config.conv_L_cache = length
+        write_gguf(tmp_path / f"{length}.gguf", model)
+    assert read_gguf_config(GGUFFile(tmp_path / "7.gguf")).states == ShortConvConfig(64, 7)
+    with pytest.raises(UnsupportedModelError, match=r"lfm2\.shortconv\.l_cache must be from 2 to 4, or 7, got 5"):
+        read_gguf_config(GGUFFile(tmp_path / "5.gguf"))
 
 
 @pytest.mark.parametrize("heads", [[0, 2], [2] * 6, [0] * 6, [0, 0, 2, 0, 4, 0], 2])

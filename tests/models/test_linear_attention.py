@@ -98,7 +98,7 @@ def test_layers_that_are_not_listed(tmp_path: Path) -> None:
         ({"linear_num_key_heads": 0}, CheckpointFormatError, "linear_num_key_heads"),
         ({"linear_key_head_dim": 24}, UnsupportedModelError, "a multiple of 16 up to 256, got 24"),
         ({"linear_value_head_dim": 272}, UnsupportedModelError, "a multiple of 16 up to 256, got 272"),
-        ({"linear_conv_kernel_dim": 5}, UnsupportedModelError, "from 2 to 4, got 5"),
+        ({"linear_conv_kernel_dim": 5}, UnsupportedModelError, "from 2 to 4, or 7, got 5"),
         ({"linear_conv_kernel_dim": "4"}, CheckpointFormatError, "linear_conv_kernel_dim"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act must be 'silu', got 'gelu'"),
         ({"attn_output_gate": False}, UnsupportedModelError, "attn_output_gate must be True, got False"),

@@ -103,7 +103,7 @@ def test_memory(tmp_path: Path) -> None:
         ({"sliding_window": 32}, UnsupportedModelError, "sliding_window must be None, got 32"),
         ({"ssm_state_size": 24}, UnsupportedModelError, "ssm_state_size must be a multiple of 16 up to 256, got 24"),
         ({"n_groups": 4}, CheckpointFormatError, "mamba_num_heads: expected a multiple of 4, got 6"),
-        ({"conv_kernel": 5}, UnsupportedModelError, "conv_kernel must be from 2 to 4, got 5"),
+        ({"conv_kernel": 5}, UnsupportedModelError, "conv_kernel must be from 2 to 4, or 7, got 5"),
         ({"time_step_min": -1.0}, CheckpointFormatError, "time_step_min"),
     ],
 )

@@ -33,7 +33,7 @@ def run_on(tokens: int, dim: int, dtype: torch.dtype, device: str) -> Run:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "kernel"), [(1, 2), (7, 4), (128, 4), (333, 3), (1024, 4)])
+@pytest.mark.parametrize(("dim", "kernel"), [(1, 2), (7, 4), (128, 4), (333, 3), (1024, 4), (129, 7), (512, 7)])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_causal_conv1d(batch: str, dim: int, kernel: int, dtype: torch.dtype, device: str) -> None:
     slots = BATCHES[batch]
@@ -52,7 +52,7 @@ def test_causal_conv1d(batch: str, dim: int, kernel: int, dtype: torch.dtype, de
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "kernel"), [(1, 2), (7, 4), (333, 3), (1024, 3)])
+@pytest.mark.parametrize(("dim", "kernel"), [(1, 2), (7, 4), (333, 3), (1024, 3), (129, 7), (512, 7)])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_gates(batch: str, dim: int, kernel: int, dtype: torch.dtype, device: str) -> None:
     slots = BATCHES[batch]
@@ -71,17 +71,18 @@ def test_gates(batch: str, dim: int, kernel: int, dtype: torch.dtype, device: st
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_steps_and_batch_do_not_change_a_bit_with_gates(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("kernel", [3, 7])
+def test_steps_and_batch_do_not_change_a_bit_with_gates(kernel: int, dtype: torch.dtype, device: str) -> None:
     slots, dim = BATCHES["mixed"], 200
     rows = torch.randn(slots.tokens, 3 * dim, device=device).to(dtype)
-    weight, bias = weights(dim, 3, torch.float32, device)
+    weight, bias = weights(dim, kernel, torch.float32, device)
 
     def run(tokens: Tensor, state: Tensor, *step: Tensor) -> Tensor:
         own = rows[tokens]
         return ops.causal_conv1d(own[:, 2 * dim :], weight, bias, state, *step, gates=own[:, : 2 * dim])
 
-    assert_batch_and_threads(slots, run, torch.randn(slots.count, 2, dim, device=device).to(dtype), device)
-    assert_cuts(37, run, torch.randn(3, 2, dim, device=device).to(dtype), device)
+    assert_batch_and_threads(slots, run, torch.randn(slots.count, kernel - 1, dim, device=device).to(dtype), device)
+    assert_cuts(37, run, torch.randn(3, kernel - 1, dim, device=device).to(dtype), device)
 
 
 def test_slots_may_be_strided(device: str) -> None:
@@ -160,7 +161,9 @@ BAD = BAD_SLOTS | {
     "x columns apart": ("x", torch.zeros(5, 16)[:, ::2]),
     "weight channels": ("weight", torch.zeros(7, 4)),
     "weight short": ("weight", torch.zeros(8, 1)),
-    "weight long": ("weight", torch.zeros(8, 5)),
+    "weight 5": ("weight", torch.zeros(8, 5)),
+    "weight 6": ("weight", torch.zeros(8, 6)),
+    "weight long": ("weight", torch.zeros(8, 8)),
     "weight dtype": ("weight", WEIGHT.half()),
     "weight strided": ("weight", torch.zeros(4, 8).T),
     "bias length": ("bias", torch.zeros(7)),

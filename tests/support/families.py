@@ -211,7 +211,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", LINEAR | SHARED | {"decoder_sparse_step": 3, "mlp_only_layers": [5]}),
     "qwen3-next-plain": ("Qwen3Next", LINEAR | SHARED | {"num_hidden_layers": 4, "linear_num_key_heads": 3}),
     "lfm2": ("Lfm2", LFM2),
-    "lfm2-biases": ("Lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    "lfm2-biases": ("Lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 7, "block_auto_adjust_ff_dim": False}),
     "lfm2-moe": ("Lfm2Moe", LFM2 | EXPERTS | {"num_dense_layers": 2}),
     "lfm2-moe-no-bias": ("Lfm2Moe", LFM2 | EXPERTS | {"num_dense_layers": 0, "use_expert_bias": False}),
     "lfm3": ("Lfm3", LFM3),

@@ -182,6 +182,7 @@ def elementwise_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "softcap", (x.bfloat16(), 30.0)
     yield "clamped_swiglu", (x.bfloat16(),)
     yield "sigmoid_gate", (x.bfloat16(), torch.randn(5, 96).bfloat16()[:, 32:])
+    yield "sigmoid_gate", (x.bfloat16(), torch.randn(5, 12).bfloat16()[:, :4])
 
 
 def sample_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -54,7 +54,9 @@ def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    return x.double() * gate.double().sigmoid()
+    """``gate`` has as many columns as ``x``, or a divisor of them."""
+    gates = gate.double().sigmoid()
+    return x.double() * (gates if gate.shape == x.shape else gates.repeat_interleave(x.shape[1] // gate.shape[1], 1))
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

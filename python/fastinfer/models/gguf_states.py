@@ -82,7 +82,10 @@ def state_sizes(file: GGUFFile, architecture: str, hidden_size: int) -> StateCon
     if not structure.short_convs:
         return _linear_attention(file, architecture)
     key = f"{architecture}.shortconv.l_cache"
-    return ShortConvConfig(hidden_size, file.get(key, int, minimum=2, maximum=4))
+    sizes = ShortConvConfig(hidden_size, file.get(key, int, minimum=1))
+    if problem := sizes.unsupported(key):
+        raise UnsupportedModelError(f"{file.path}: {problem}")
+    return sizes
 
 
 def _linear_attention(file: GGUFFile, architecture: str) -> LinearAttentionConfig:

@@ -44,10 +44,10 @@ def short_conv(fields: JsonFields, size: Sizes) -> ShortConvConfig:
     """Return the sizes of these layers, which must be those that the operators support."""
     for key in ("use_pos_enc", "block_use_swiglu"):  # of the first published files, which transformers does not read
         require(fields, key, True)
-    kernel_size = size("conv_L_cache")
-    if kernel_size not in (2, 3, 4, 7):
-        raise UnsupportedModelError(f"{fields.path}: conv_L_cache must be from 2 to 4, or 7, got {kernel_size}")
-    return ShortConvConfig(size("hidden_size"), kernel_size, fields.get("conv_bias", bool, False))
+    sizes = ShortConvConfig(size("hidden_size"), size("conv_L_cache"), fields.get("conv_bias", bool, False))
+    if problem := sizes.unsupported("conv_L_cache"):
+        raise UnsupportedModelError(f"{fields.path}: {problem}")
+    return sizes
 
 
 def adjusted_intermediate_size(fields: JsonFields, size: Sizes) -> int:

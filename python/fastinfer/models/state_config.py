@@ -83,6 +83,10 @@ class ShortConvConfig:
         """No state but the convolution's."""
         return None
 
+    def unsupported(self, kernel_size: str) -> str:
+        """Return which size the operators do not support, by this name of it in a file; empty if there is none."""
+        return _unsupported({}, kernel_size, self.kernel_size)
+
 
 @dataclass(frozen=True)
 class Mamba2Config:
@@ -156,6 +160,6 @@ def _unsupported(dims: dict[str, int], kernel_name: str, kernel_size: int) -> st
     for name, size in dims.items():
         if size % 16 or size > 256:
             return f"{name} must be a multiple of 16 up to 256, got {size}"
-    if not 2 <= kernel_size <= 4:
-        return f"{kernel_name} must be from 2 to 4, got {kernel_size}"
+    if kernel_size not in (2, 3, 4, 7):
+        return f"{kernel_name} must be from 2 to 4, or 7, got {kernel_size}"
     return ""

@@ -150,11 +150,12 @@ def relu2(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Multiply by the sigmoid of a gate, elementwise: ``x * sigmoid(gate)``.
+    """Multiply by the sigmoid of a gate, of each element or of a group of them: ``x * sigmoid(gate)``.
 
     Args:
         x: [tokens, n]; fp32, bf16 or fp16; contiguous.
-        gate: [tokens, n], dtype of ``x``; rows may be strided (a slice of a fused projection).
+        gate: [tokens, n], dtype of ``x``; rows may be strided (a slice of a fused projection). With [tokens, groups],
+            where ``groups`` divides n, each gate is for n / groups neighbouring elements (a head of attention).
         out: receives the result; may be ``x``; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -170,6 +171,8 @@ def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tenso
     >>> import torch, fastinfer.ops as ops
     >>> ops.sigmoid_gate(torch.tensor([[2.0, 3.0]]), torch.tensor([[0.0, 100.0]]))
     tensor([[1., 3.]])
+    >>> ops.sigmoid_gate(torch.tensor([[2.0, 3.0]]), torch.tensor([[0.0]]))
+    tensor([[1.0000, 1.5000]])
     """
     inference_only("sigmoid_gate", "x gate", x, gate)
     if out is not None:

@@ -31,7 +31,7 @@ def causal_conv1d(
 
     Args:
         x: [tokens, dim]; fp32, bf16 or fp16; rows may be strided (a slice of a fused projection).
-        weight: [dim, kernel], kernel 2 to 4; fp32 or the dtype of ``x``.
+        weight: [dim, kernel], kernel 2 to 4, or 7; fp32 or the dtype of ``x``.
         bias: [dim], dtype of ``weight``; or ``None``.
         conv_state: [slots, kernel - 1, dim], dtype of ``x``: the inputs before a token, the oldest first; changed in
             place. Slots may be strided. With ``gates`` these inputs are ``u``.
