@@ -54,6 +54,23 @@ def test_windows_that_are_switched_off(tmp_path: Path) -> None:
     assert read(tmp_path, "MistralForCausalLM", sliding_window=4096).windows == (4096,) * 8
 
 
+def test_windows_of_families_without(tmp_path: Path) -> None:
+    """The key has no meaning in their files, as in transformers."""
+    for name in ("LlamaForCausalLM", "GraniteForCausalLM", "CohereForCausalLM", "Qwen3VLForConditionalGeneration"):
+        assert read(tmp_path, name, sliding_window=4096).windows == ()
+    for name in ("Ministral3ForCausalLM", "Phi3ForCausalLM"):
+        rope = {"rope_parameters": {"rope_type": "default"}}
+        assert read(tmp_path, name, sliding_window=4096, **rope).windows == (4096,) * 8
+
+
+def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
+    gemma = {"head_dim": 64, "num_key_value_heads": 4}
+    for name in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
+        read(tmp_path, name, use_bidirectional_attention=None, **gemma)
+        with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention must be False, got True"):
+            read(tmp_path, name, use_bidirectional_attention=True, **gemma)
+
+
 def test_layers_that_are_rotated_if_none_has_a_window(tmp_path: Path) -> None:
     full = {"layer_types": ["full_attention"] * 8}
     every = frozenset(range(8))
@@ -222,7 +239,7 @@ def test_longrope_of_a_trained_length_of_1(tmp_path: Path, place: str) -> None:
     if place == "scaling":
         scaling |= length
     with pytest.raises(CheckpointFormatError, match="original_max_position_embeddings: expected at least 2, got 1"):
-        read(tmp_path, "Phi3ForCausalLM", rope_scaling=scaling, **settings)
+        read(tmp_path, "LlamaForCausalLM", rope_scaling=scaling, **settings)
 
 
 def test_mixtures(tmp_path: Path) -> None:
@@ -266,6 +283,12 @@ def test_minimax_m2(tmp_path: Path) -> None:
 def test_other_forms_of_minimax_m2_are_refused(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{key} must be .*, got {value!r}"):
         read(tmp_path, "MiniMaxM2ForCausalLM", **MINIMAX | {key: value})
+
+
+def test_qwen_mixtures_without_biases(tmp_path: Path) -> None:
+    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    assert read(tmp_path, "Qwen2MoeForCausalLM", **mixture).qkv_bias
+    assert not read(tmp_path, "Qwen2MoeForCausalLM", qkv_bias=False, **mixture).qkv_bias
 
 
 def test_qwen_layers_without_experts(tmp_path: Path) -> None:
