@@ -59,6 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "yarn-mscale-all-dim": YARN | TRAINED | {"mscale_all_dim": 0.7},
     "yarn-mscales": YARN | TRAINED | {"mscale": 0.7, "mscale_all_dim": 1.2},
     "yarn-mscale-0": YARN | TRAINED | {"mscale": 1.0, "mscale_all_dim": 0.0},
+    "yarn-mscales-small-factor": YARN | TRAINED | {"factor": 0.5, "mscale": 0.7, "mscale_all_dim": 1.2},
     "yarn-small-factor": YARN | TRAINED | {"factor": 0.5},
 }
 CASES = [

@@ -178,6 +178,7 @@ HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
         ({INNER: [0] * 12}, GGUFFormatError, "feed_forward_length: expected 0 or the same size in all layers"),
         ({INNER: 96}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each layer"),
         ({HEADS: 2, INNER: [0] * 11 + [96]}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each"),
+        ({HEADS: [0, 2, 0, 0, 2] + [0] * 7}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each"),
         ({INNER: [96] + [0] * 11}, UnsupportedModelError, "attention or Mamba-2 before each MLP, got mlp at 0"),
         ({"moe_latent_size": 32}, UnsupportedModelError, "moe_latent_size is not implemented"),
         ({"ssm.group_count": 4}, GGUFFormatError, "time_step_rank: expected a multiple of 4, got 6"),
