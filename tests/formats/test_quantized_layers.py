@@ -95,6 +95,11 @@ class TestGPTQ:
         assert values[0].tolist() == q
         assert (values[1] + 1).tolist() == zeros
 
+    def test_groups_of_inputs_count_whatever_the_settings_say(self) -> None:
+        layer = gptq_layer(act_order=True)
+        layer.config["desc_act"] = False
+        assert assert_exact(layer).permutation is not None
+
     def test_order_without_groups_is_missing(self) -> None:
         layer = gptq_layer(act_order=True)
         del layer.tensors[f"{NAME}.g_idx"]

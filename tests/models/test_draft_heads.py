@@ -167,6 +167,7 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
             CheckpointFormatError,
             r"must be ascending numbers, got \[3, 1\]",
         ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 3]}, CheckpointFormatError, "must be ascending numbers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, RequestError, r"layers \(0, 1, 8\), but the model has 7"),
         ({"eagle_aux_hidden_state_layer_ids": [1]}, CheckpointFormatError, r"fc must have the shape \[64, 64\]"),
     ],

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from safetensors.torch import load_file, save_file
 from support.families import expected, load, make_model, some_tokens
 from support.gguf_model_file import write_gguf
@@ -75,6 +76,14 @@ def test_layers_and_sizes(tmp_path: Path) -> None:
     assert (config.activation, config.gated, config.norm_eps) == ("relu2", False, 1e-5)
     dense = read_hf_config(changed(tmp_path, "nemotron-h-dense"))
     assert (dense.num_experts, dense.intermediate_size, dense.shared_intermediate_size) == (0, 96, 0)
+
+
+def test_other_names_come_first(tmp_path: Path) -> None:
+    path = changed(tmp_path, mamba_n_groups=3, mamba_d_conv=3, mamba_conv_bias=False, mamba_dt_min=0.25)
+    config = transformers.NemotronHConfig.from_pretrained(tmp_path)
+    assert (config.n_groups, config.conv_kernel, config.use_conv_bias, config.time_step_min) == (3, 3, False, 0.25)
+    expected_sizes = Mamba2Config(6, 32, 48, 3, 3, conv_bias=False, dt_limits=(0.25, float("inf")))
+    assert read_hf_config(path).states == expected_sizes
 
 
 def test_memory(tmp_path: Path) -> None:
