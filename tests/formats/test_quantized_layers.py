@@ -25,6 +25,7 @@ from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.packed_integers import unpack_integers
 from fastinfer.formats.quantized_checkpoint import parse_quantization_config, read_linear
 from fastinfer.formats.unpacked import Dense, Grouped, Int4, Int8, Lut
+from fastinfer.weights.pack import make_weight
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +100,11 @@ class TestGPTQ:
         layer = gptq_layer(act_order=True)
         layer.config["desc_act"] = False
         assert assert_exact(layer).permutation is not None
+
+    def test_rows_of_a_packed_weight_have_the_order_of_the_inputs(self) -> None:
+        layer = gptq_layer(act_order=True)
+        rows = make_weight(read(layer), 32).rows(None, torch.float32)
+        torch.testing.assert_close(rows.double(), layer.weight)
 
     def test_order_without_groups_is_missing(self) -> None:
         layer = gptq_layer(act_order=True)
