@@ -25,7 +25,9 @@ from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.packed_integers import unpack_integers
 from fastinfer.formats.quantized_checkpoint import parse_quantization_config, read_linear
 from fastinfer.formats.unpacked import Dense, Grouped, Int4, Int8, Lut
+from fastinfer.weights.expert_weights import LutExperts, make_expert_weights
 from fastinfer.weights.pack import make_weight
+from fastinfer.weights.weight import LutWeight
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +155,14 @@ class TestBitsAndBytes:
         assert isinstance(weight, Lut)
         assert weight.scales.dtype == torch.float32
         torch.testing.assert_close(weight.dequantize().double(), layer.weight, rtol=1e-6, atol=1e-6)
+
+    def test_inputs_are_not_rounded(self) -> None:
+        """The table's entries are no integers; those of MXFP4 are."""
+        for layer, bits in ((bitsandbytes_layer(), 32), (mxfp4_layer(), 8)):
+            weight, experts = make_weight(read(layer), 8), make_expert_weights([read(layer)] * 2, 8)
+            assert isinstance(weight, LutWeight)
+            assert isinstance(experts, LutExperts)
+            assert weight.activation_bits == experts.activation_bits == bits
 
     def test_fast_scales_are_fp16(self) -> None:
         layer = bitsandbytes_layer(nested=False)
