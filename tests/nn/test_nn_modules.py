@@ -178,3 +178,6 @@ def test_errors() -> None:
         FusedMLP(linear, nn.Linear(64, 96, bias=False), nn.Linear(96, 64))
     with pytest.raises(ValueError, match="whole heads of 40"):
         Attention(*[nn.Linear(64, 64)] * 4, head_dim=40, layer_idx=0)
+    for sizes in ((96, 64, 64), (64, 32, 64)):  # 3 heads of q for 2 of k; 1 of k for 2 of v
+        with pytest.raises(ValueError, match="as many of k as of v, got"):
+            Attention(*[nn.Linear(64, size) for size in sizes], nn.Linear(sizes[0], 64), head_dim=32, layer_idx=0)
