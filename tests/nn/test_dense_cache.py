@@ -97,6 +97,15 @@ def test_keys_and_values_that_require_grad_are_refused(wants: str) -> None:
         dense_cache_attention(q, **caches)
 
 
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_queries_that_are_in_the_order_of_heads(kv_heads: int, batch: int, length: int) -> None:
+    """As after a rotation of a part of each head."""
+    q, k = torch.randn(batch, 4, length, 64).transpose(1, 2), torch.randn(batch, kv_heads, 5, 64)
+    assert torch.equal(dense_cache_attention(q, k, k), dense_cache_attention(q.contiguous(), k, k))
+
+
 @pytest.mark.parametrize(("batch", "length"), [(0, 3), (2, 0)])
 def test_nothing_to_compute(batch: int, length: int) -> None:
     """Values may have another size than queries and keys."""
