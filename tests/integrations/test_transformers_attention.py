@@ -8,6 +8,7 @@ import torch
 from support.families import make_model
 from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from fastinfer.integrations.transformers import register
 from fastinfer.integrations.transformers.attention import attention_forward
@@ -222,3 +223,11 @@ def test_a_pattern_of_the_models_own_is_refused() -> None:
     assert attention_mask(1, 3, 3) is None
     with pytest.raises(ValueError, match="got a pattern of the model's own"):
         attention_mask(1, 3, 3, use_vmap=True)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_window_of_another_size_is_refused(size: int) -> None:
+    pattern = sliding_window_causal_mask_function(size)
+    assert attention_mask(1, 8, 8, mask_function=pattern, local_size=size) is None
+    with pytest.raises(ValueError, match="got another pattern"):
+        attention_mask(1, 8, 8, mask_function=pattern, local_size=4)
