@@ -252,6 +252,13 @@ def test_activations_are_told_apart_in_16_bits(activation: str) -> None:
     assert model.model.layers[0].mlp.activation == expected
 
 
+def test_attention_with_sinks_and_a_rotation_for_each_base() -> None:
+    model = make_model("granite-swa")
+    expected = logits(model)
+    assert replace(model).replaced["model.layers.0.self_attn"] == ("GraniteSWAAttention", "Attention")
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
 def test_inputs_of_the_output_layer_have_16_bits() -> None:
     model = make_model("llama2")
     replace(model, "int4", activation_bits=8)
