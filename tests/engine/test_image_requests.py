@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from support.image_models import FAMILIES, IMAGE_ID, picture, save_model
 from support.tiny_folder import write_tiny_folder
 from support.toy import always_speculate, check_blocks, drain
@@ -181,6 +182,18 @@ def test_an_encoded_image_is_found_under_its_salt_alone(folder: Path, monkeypatc
         assert len(calls) == num_calls
         contents.append([image.contents for _, image in images.within(0, 100)])
     assert all(each == contents[0] for each in contents)
+
+
+def test_which_encoded_images_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of the same bytes and another size are others; the last one stays if there is room for one."""
+    encoder = load(folder).engine.image_encoder
+    assert encoder is not None
+    wide, high = (encoder.encode(Image.new("RGB", size), "") for size in ((64, 32), (32, 64)))
+    assert wide.digest != high.digest
+    assert encoder.encode(Image.new("RGB", (64, 32)), "") is wide
+    monkeypatch.setattr("fastinfer.models.image_encoder.CACHE_BYTES", wide.features.nbytes)
+    red = encoder.encode(Image.new("RGB", (64, 32), "red"), "")
+    assert encoder.encode(Image.new("RGB", (64, 32), "red"), "") is red
 
 
 def test_what_is_refused(folder: Path) -> None:

@@ -60,6 +60,33 @@ def test_patterns_give_a_layer_its_own_rank_and_alpha(pattern: str, folder: Path
     assert weights["layers.1.q_proj"].rank == (4 if "layers" in pattern else 2)
 
 
+def test_a_pattern_of_the_beginning_matches_no_end(folder: Path) -> None:
+    change(folder, rank_pattern={"^layers.0.self_attn.q_proj$": 2}, alpha_pattern={"^self_attn.q_proj": 7})
+    low_rank = read_adapter(folder).weights["layers.0.q_proj"]
+    assert (low_rank.rank, low_rank.scale) == (4, 1.5)
+
+
+def test_settings_that_are_missing(tmp_path: Path) -> None:
+    """PEFT's defaults."""
+    write_adapter(tmp_path, CONFIG, 8)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    kept = {key: value for key, value in settings.items() if key not in ("r", "lora_alpha")}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(kept))
+    assert {(low_rank.rank, low_rank.scale) for low_rank in read_adapter(tmp_path).weights.values()} == {(8, 1.0)}
+
+
+def test_digests_differ_with_what_adapters_compute(folder: Path) -> None:
+    first = read_adapter(folder).digest
+    assert read_adapter(folder).digest == first
+    change(folder, lora_alpha=7)
+    assert read_adapter(folder).digest != first
+    change(folder, lora_alpha=6)
+    assert read_adapter(folder).digest == first
+    name = f"{Q}.lora_A.weight"
+    change_tensors(folder, **{name: 2 * load_file(folder / "adapter_model.safetensors")[name]})
+    assert read_adapter(folder).digest != first
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -25,8 +25,8 @@ from support.packed_layers import (
 
 from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
 from fastinfer.formats.compressed_tensors import CompressedTensorsFormat
-from fastinfer.formats.linear_tensors import LinearTensors
-from fastinfer.formats.quantized_checkpoint import parse_quantization_config, read_linear
+from fastinfer.formats.linear_tensors import ExpertTensors, LinearTensors
+from fastinfer.formats.quantized_checkpoint import PackedSizes, parse_quantization_config, read_linear
 from fastinfer.formats.unpacked import Dense
 
 LAYERS: dict[str, Callable[[], Layer]] = {
@@ -85,6 +85,7 @@ UNSUPPORTED = [
     ("gptq", "checkpoint_format", "marlin", "checkpoint_format 'marlin' is not implemented; supported: gptq, gptq_v2"),
     ("gptq", "dynamic", {"-:.*q_proj": {}, "+:.*k_proj": {"bits": 8}}, "'dynamic' is not implemented"),
     ("gptq", "is_marlin_format", True, "'is_marlin_format' is not implemented"),
+    ("gptq", "adapter", {"name": "lora"}, "'adapter' is not implemented"),
     ("gptq", "pack_dtype", "int16", "pack_dtype 'int16' is not implemented"),
     (
         "gptq",
@@ -93,12 +94,14 @@ UNSUPPORTED = [
         "quant_method 'hqq' is not implemented; supported: gptq, awq, auto-round",
     ),
     ("awq", "bits", 8, "bits 8 is not implemented"),
+    ("awq", "dynamic", {"+:.*k_proj": {"bits": 8}}, "'dynamic' is not implemented"),
     ("awq", "version", "gemv", "version 'gemv' is not implemented; supported: gemm"),
     ("awq", "zero_point", False, "zero_point False is not implemented"),
     ("nf4", "load_in_8bit", True, "expected load_in_4bit or load_in_8bit"),
     ("w4a16", "format", "marlin-24", "format 'marlin-24' is not implemented; supported: pack-quantized"),
     ("w4a16", "sparsity_config", {"format": "sparse-24-bitmask"}, "'sparsity_config' is not implemented"),
     ("w4a16", "transform_config", {"config_groups": {"R1": {}}}, "'config_groups' is not implemented"),
+    ("w4a16", "config_groups/group_0/weights/dynamic", True, "'dynamic' is not implemented"),
     ("w4a16", "config_groups/group_0/weights/num_bits", 3, "num_bits 3 is not implemented"),
     ("w4a16", "config_groups/group_0/weights/type", "float", "type 'float' is not implemented"),
     ("w4a16", "config_groups/group_0/weights/strategy", "block", "strategy 'block' is not implemented"),
@@ -107,6 +110,12 @@ UNSUPPORTED = [
     ("w8a8", "format", "float-quantized", "type 'int' is not implemented; supported: float"),
     ("w8a8", "format", "mxfp8-quantized", "format 'mxfp8-quantized' is not implemented"),
     ("w8a8", "config_groups/group_0/weights/symmetric", False, "asymmetric weights are not implemented"),
+    (
+        "w8a8",
+        "config_groups/group_0/weights",
+        {"num_bits": 8, "strategy": "group", "group_size": 64},
+        "need int-quantized weights of 8 bits with one scale per output",
+    ),
     ("w8a8", "config_groups/group_0/input_activations/dynamic", False, "only dynamic scales by token"),
     ("w8a8", "config_groups/group_0/input_activations/strategy", "tensor", "only dynamic scales by token"),
     ("w8a8", "config_groups/group_0/input_activations/symmetric", False, "asymmetric activations are not implemented"),
@@ -116,6 +125,7 @@ UNSUPPORTED = [
     ("float-quantized", "config_groups/group_0/weights/symmetric", False, "asymmetric weights are not implemented"),
     ("nvfp4", "config_groups/group_0/weights/group_size", 32, "group_size 32 is not implemented; supported: 16"),
     ("fp8", "fmt", "e5m2", "fmt 'e5m2' is not implemented; supported: e4m3"),
+    ("fp8", "expert_dtype", "fp4", "expert_dtype 'fp4' is not implemented; supported: fp8"),
     ("fp8", "scale_fmt", "ue4m3", "scale_fmt 'ue4m3' is not implemented; supported: float, ue8m0"),
     (
         "modelopt fp8",
@@ -250,3 +260,24 @@ def test_random_numbers_are_an_error_or_a_weight(name: str) -> None:
                 layer.tensors[key] = noise.view(tensor.dtype).view(tensor.shape)
         with contextlib.suppress(FastinferError):
             assert read_linear(layer.tensors, NAME, layer.config).shape == layer.weight.shape
+
+
+def test_an_expert_that_a_stack_does_not_have() -> None:
+    tensors = {f"{NAME}.scales": torch.ones(2, 4)}
+    assert ExpertTensors(tensors, 1).get(f"{NAME}.scales") is not None
+    assert ExpertTensors(tensors, 2).get(f"{NAME}.scales") is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": "nvfp4-pack-quantized"}}},
+    ],
+)
+def test_memory_of_nvfp4(config: dict[str, Any]) -> None:
+    """Two numbers of a byte become two of int8, with an fp16 scale for 32 of them; or two of fp32."""
+    assert PackedSizes(config, exact=False).num_bytes(f"{NAME}.weight", 64, "U8") == 128 * 8.5 / 8
+    assert PackedSizes(config, exact=True).num_bytes(f"{NAME}.weight_packed", 64, "U8") == 128 * 4
+    assert PackedSizes(config, exact=False).num_bytes(f"{NAME}.weight_scale", 64, "F8_E4M3") == 64

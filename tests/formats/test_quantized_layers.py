@@ -25,6 +25,9 @@ from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.packed_integers import unpack_integers
 from fastinfer.formats.quantized_checkpoint import parse_quantization_config, read_linear
 from fastinfer.formats.unpacked import Dense, Grouped, Int4, Int8, Lut
+from fastinfer.weights.expert_weights import LutExperts, make_expert_weights
+from fastinfer.weights.pack import make_weight
+from fastinfer.weights.weight import LutWeight
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +98,16 @@ class TestGPTQ:
         assert values[0].tolist() == q
         assert (values[1] + 1).tolist() == zeros
 
+    def test_groups_of_inputs_count_whatever_the_settings_say(self) -> None:
+        layer = gptq_layer(act_order=True)
+        layer.config["desc_act"] = False
+        assert assert_exact(layer).permutation is not None
+
+    def test_rows_of_a_packed_weight_have_the_order_of_the_inputs(self) -> None:
+        layer = gptq_layer(act_order=True)
+        rows = make_weight(read(layer), 32).rows(None, torch.float32)
+        torch.testing.assert_close(rows.double(), layer.weight)
+
     def test_order_without_groups_is_missing(self) -> None:
         layer = gptq_layer(act_order=True)
         del layer.tensors[f"{NAME}.g_idx"]
@@ -142,6 +155,14 @@ class TestBitsAndBytes:
         assert isinstance(weight, Lut)
         assert weight.scales.dtype == torch.float32
         torch.testing.assert_close(weight.dequantize().double(), layer.weight, rtol=1e-6, atol=1e-6)
+
+    def test_inputs_are_not_rounded(self) -> None:
+        """The table's entries are no integers; those of MXFP4 are."""
+        for layer, bits in ((bitsandbytes_layer(), 32), (mxfp4_layer(), 8)):
+            weight, experts = make_weight(read(layer), 8), make_expert_weights([read(layer)] * 2, 8)
+            assert isinstance(weight, LutWeight)
+            assert isinstance(experts, LutExperts)
+            assert weight.activation_bits == experts.activation_bits == bits
 
     def test_fast_scales_are_fp16(self) -> None:
         layer = bitsandbytes_layer(nested=False)

@@ -57,6 +57,11 @@ def test_columns(name: str) -> None:
         assert torch.equal(part.dequantize(), weight.dequantize()[:, index])
 
 
+def test_columns_of_one_group_are_selected_in_any_order() -> None:
+    weight, index = weights()["w8a8"], torch.randperm(COLUMNS)[:32]
+    assert torch.equal(weight.columns(index).dequantize(), weight.dequantize()[:, index])
+
+
 def test_a_group_that_is_cut_becomes_smaller_groups() -> None:
     weight = Int4(torch.randint(0, 16, (ROWS, 384), dtype=torch.uint8), torch.rand(ROWS, 3).half())
     for columns, groups in [(range(128, 384), 2), (range(64, 384), 5), (range(32, 256), 7)]:

@@ -8,9 +8,11 @@ import torch
 from support.families import make_model
 from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from fastinfer.integrations.transformers import register
 from fastinfer.integrations.transformers.attention import attention_forward
+from fastinfer.integrations.transformers.mask import attention_mask
 
 FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "gpt2"]
 
@@ -200,3 +202,32 @@ def test_continuous_batching_is_refused(name: str) -> None:
     q = torch.randn(1, 4, 3, 32)
     with pytest.raises(ValueError, match="a paged cache of transformers' continuous batching"):
         attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_bias": torch.zeros(1, 2, 3, 3)}, "got a position_bias in Identity"),
+        ({"is_causal": False}, "got attention that is not causal in Identity"),
+        ({"output_attentions": True}, "got output_attentions in Identity"),
+    ],
+)
+def test_arguments_of_the_interface_that_are_refused(options: dict[str, Any], message: str) -> None:
+    q, k = torch.ones(1, 2, 3, 64), torch.ones(1, 1, 3, 64)
+    assert attention_forward(nn.Identity(), q, k, k, None, is_causal=True)[0].shape == (1, 3, 2, 64)
+    with pytest.raises(ValueError, match=message):
+        attention_forward(nn.Identity(), q, k, k, None, **options)
+
+
+def test_a_pattern_of_the_models_own_is_refused() -> None:
+    assert attention_mask(1, 3, 3) is None
+    with pytest.raises(ValueError, match="got a pattern of the model's own"):
+        attention_mask(1, 3, 3, use_vmap=True)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_window_of_another_size_is_refused(size: int) -> None:
+    pattern = sliding_window_causal_mask_function(size)
+    assert attention_mask(1, 8, 8, mask_function=pattern, local_size=size) is None
+    with pytest.raises(ValueError, match="got another pattern"):
+        attention_mask(1, 8, 8, mask_function=pattern, local_size=4)

@@ -252,6 +252,25 @@ def test_activations_are_told_apart_in_16_bits(activation: str) -> None:
     assert model.model.layers[0].mlp.activation == expected
 
 
+def test_attention_with_sinks_and_a_rotation_for_each_base() -> None:
+    model = make_model("granite-swa")
+    expected = logits(model)
+    assert replace(model).replaced["model.layers.0.self_attn"] == ("GraniteSWAAttention", "Attention")
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+def test_inputs_of_the_output_layer_have_16_bits() -> None:
+    model = make_model("llama2")
+    replace(model, "int4", activation_bits=8)
+    assert (model.lm_head.activation_bits, model.model.layers[0].mlp.down_proj.activation_bits) == (16, 8)
+
+
+def test_rotations_that_change_with_the_length_stay() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    report = replace(make_model("llama2", rope_parameters=rope))
+    assert report.kept["model.rotary_emb"] == ("LlamaRotaryEmbedding", "its frequencies change with the length")
+
+
 def test_masks_of_another_kind_are_refused() -> None:
     model = make_model("llama2")
     replace(model)
@@ -335,6 +354,7 @@ def test_what_computes_something_else_stays() -> None:
         ({"quantize": "fp4"}, "quantize and lm_head must be int4, int8, nf4 or None, got 'fp4'"),
         ({"lm_head": "int2"}, "got 'int2'"),
         ({"group_size": 48}, "group_size must be a multiple of 32, got 48"),
+        ({"group_size": 0}, "group_size must be a multiple of 32, got 0"),
     ],
 )
 def test_errors(options: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +20,18 @@ from support.eagle_heads import (
     write_speculators,
 )
 from support.peft_adapter import write_adapter
+from support.tiny_decoder import CONFIG
 from support.tiny_folder import write_tiny_folder
 from support.toy import always_speculate
 from torch import Tensor
 
 from fastinfer import LLM, SamplingParams
 from fastinfer.errors import CheckpointFormatError, FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
+from fastinfer.models.eagle_head import EagleHead
 from fastinfer.models.hf_config import read_hf_config
+from fastinfer.models.norm import RMSNorm
 from fastinfer.structured_output import StructuredOutputsParams
+from fastinfer.weights.weight import DenseWeight
 
 NUM_LAYERS = 7
 
@@ -167,6 +172,8 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
             CheckpointFormatError,
             r"must be ascending numbers, got \[3, 1\]",
         ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 3]}, CheckpointFormatError, "must be ascending numbers"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, RequestError, r"layers \(-1, 0, 2\), but the model has 7"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, RequestError, r"layers \(0, 1, 8\), but the model has 7"),
         ({"eagle_aux_hidden_state_layer_ids": [1]}, CheckpointFormatError, r"fc must have the shape \[64, 64\]"),
     ],
@@ -242,3 +249,30 @@ def test_a_head_is_no_model_and_fits_one_size(model: Path, tmp_path: Path) -> No
     wide = write_tiny_folder(tmp_path / "wide", sizes={"hidden_size": 96})
     with pytest.raises(RequestError, match="must have the model's hidden size of 96, got 64"):
         with_head(wide, head)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_features_of_a_model_whose_stream_is_smaller(has_norms: bool) -> None:
+    """They are those of the checkpoint's model, also where eps matters."""
+    hidden = CONFIG.hidden_size
+    norm = RMSNorm(torch.rand(hidden) + 0.5, 0.25)
+    head = EagleHead(
+        config=CONFIG,
+        dtype=torch.float32,
+        exact=True,
+        embedding=None,
+        layers=(),
+        norm=norm,
+        lm_head=None,
+        token_norm=norm,
+        feature_norm=norm,
+        aux_layers=(1, 2),
+        fc=DenseWeight(torch.randn(hidden, 2 * hidden)),
+        aux_norms=(norm, norm) if has_norms else (),
+    )
+    outputs, found = [torch.randn(5, hidden) for _ in range(2)], []
+    for scale in (1.0, 0.25):
+        config = replace(CONFIG, residual_scale=scale, num_layers=3)
+        model: Any = SimpleNamespace(config=config, embedding=None, lm_head=None)
+        found.append(head.for_model(model, 8).features([x / scale for x in outputs]))
+    torch.testing.assert_close(*found)

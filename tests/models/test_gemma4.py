@@ -150,6 +150,7 @@ def test_a_gguf_file_with_other_rotary_sizes_is_refused(tmp_path: Path) -> None:
     file.tensors["rope_freqs.weight"] = rotary
     for key, value, message in (
         ("rope.dimension_count", 12, "gemma4.rope.dimension_count must be 48, got 12"),
+        ("attention.key_length", 47, "expected an even size of heads and a divisor of 4 query heads in layer 2, got "),
         ("attention.shared_kv_layers", 5, "shared_kv_layers: expected layers with keys and values of each kind"),
     ):
         before = file.metadata[f"gemma4.{key}"]

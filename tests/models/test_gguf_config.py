@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.families import make_model
+from support.gguf_model_file import write_gguf
 
 from fastinfer.errors import FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
@@ -60,6 +62,54 @@ def test_bad_metadata(case: str, model_path: Path) -> None:
     with pytest.raises(error, match=named) as caught:
         read_gguf_config(file)
     assert "\n" not in str(caught.value)
+
+
+def written(folder: Path, family: str, **metadata: Any) -> GGUFFile:
+    """A family's file with other metadata."""
+    write_gguf(folder / "model.gguf", make_model(family))
+    file = GGUFFile(folder / "model.gguf")
+    architecture = file.metadata["general.architecture"]
+    file.metadata |= {f"{architecture}.{key.replace('__', '.')}": value for key, value in metadata.items()}
+    return file
+
+
+@pytest.mark.parametrize(("family", "num_layers"), [("gemma2-plain", 46), ("gemma3-plain", 62)])
+def test_attention_scale_of_the_largest_gemmas(family: str, num_layers: int, tmp_path: Path) -> None:
+    """No key says that theirs is not the usual one."""
+    assert read_gguf_config(written(tmp_path, family, block_count=num_layers)).attention_scale == (64 / 4) ** -0.5
+    assert read_gguf_config(written(tmp_path, family, block_count=num_layers - 1)).attention_scale is None
+
+
+def test_granite_without_rotations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="without rotary positions are not implemented"):
+        read_gguf_config(written(tmp_path, "granite-plain", rope__scaling__finetuned=False))
+
+
+def test_norms_of_queries_of_a_family_without_are_refused(model_path: Path) -> None:
+    file = GGUFFile(model_path)
+    file.tensors["blk.0.attn_q_norm.weight"] = file.tensors["output_norm.weight"]
+    with pytest.raises(UnsupportedModelError, match=r"norms of queries \(blk\.0\.attn_q_norm\) are not implemented"):
+        read_gguf_config(file)
+
+
+def test_choice_of_experts_without_a_bias(tmp_path: Path) -> None:
+    file = written(tmp_path, "glm4-moe")
+    assert read_gguf_config(file).router.has_bias
+    for name in [name for name in file.tensors if name.endswith("exp_probs_b.bias")]:
+        del file.tensors[name]
+    router = read_gguf_config(file).router
+    assert (router.scoring, router.has_bias) == ("sigmoid", False)
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    with pytest.raises(GGUFFormatError, match=r"rope\.dimension_count: expected less than the key length 32, got 32"):
+        read_gguf_config(written(tmp_path, "deepseek-v3-mscale", rope__dimension_count=32))
+    # YaRN's factor counts if it is larger than 1.
+    scales = [
+        read_gguf_config(written(tmp_path, "deepseek-v3-mscale", rope__scaling__factor=factor)).attention_scale
+        for factor in (0.5, 1.0, 4.0)
+    ]
+    assert scales[0] == scales[1] == 32**-0.5 < scales[2]
 
 
 def test_context_too_long_for_its_rotary_table(model_path: Path) -> None:

@@ -1,5 +1,6 @@
 """GGUF files whose tensors fit the model but not each other, or are of a type that few files have there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,15 @@ def test_factors_of_longrope(tmp_path: Path, counts: tuple[int, int]) -> None:
     lengths = {"rope.scaling.original_context_length": 32}
     with pytest.raises(GGUFFormatError, match=r"tensor 'rope_factors_\w+.weight' must be 16 F32 numbers, got"):
         read_gguf_config(write(tmp_path / "bad.gguf", tensors, **lengths))
-    tensors |= {name: (np.ones(16, np.float32), single) for name in names}
-    config = read_gguf_config(write(tmp_path / "model.gguf", tensors, **lengths))
-    assert config.rope_scaling.long_factors == (1.0,) * 16
+    tensors |= {
+        name: (np.arange(16, dtype=np.float32) + first, single) for name, first in zip(names, (1, 2), strict=True)
+    }
+    file = write(tmp_path / "model.gguf", tensors, **lengths)
+    short, long = (tuple(float(number) for number in range(first, first + 16)) for first in (1, 2))
+    expected = RopeScaling("longrope", 64 / 32, 32, short_factors=short, long_factors=long)
+    assert read_gguf_config(file).rope_scaling == expected
+    file.metadata["llama.rope.scaling.attn_factor"] = 1.3
+    assert read_gguf_config(file).rope_scaling == replace(expected, attention_factor=1.3)
 
 
 def test_fewer_rows_than_tokens(model_path: Path, tmp_path: Path) -> None:

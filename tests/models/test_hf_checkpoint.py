@@ -90,6 +90,9 @@ def test_an_output_layer_that_is_missing(tmp_path: Path) -> None:
     edit_config(tmp_path, tie_word_embeddings=True)
     decoder = load(tmp_path)
     assert decoder.lm_head is decoder.embedding
+    # What the configuration of the text says counts, too.
+    edit_config(tmp_path, tie_word_embeddings=False, text_config=json.loads((tmp_path / "config.json").read_text()))
+    HFCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -54,6 +54,23 @@ def test_windows_that_are_switched_off(tmp_path: Path) -> None:
     assert read(tmp_path, "MistralForCausalLM", sliding_window=4096).windows == (4096,) * 8
 
 
+def test_windows_of_families_without(tmp_path: Path) -> None:
+    """The key has no meaning in their files, as in transformers."""
+    for name in ("LlamaForCausalLM", "GraniteForCausalLM", "CohereForCausalLM", "Qwen3VLForConditionalGeneration"):
+        assert read(tmp_path, name, sliding_window=4096).windows == ()
+    for name in ("Ministral3ForCausalLM", "Phi3ForCausalLM"):
+        rope = {"rope_parameters": {"rope_type": "default"}}
+        assert read(tmp_path, name, sliding_window=4096, **rope).windows == (4096,) * 8
+
+
+def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
+    gemma = {"head_dim": 64, "num_key_value_heads": 4}
+    for name in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
+        read(tmp_path, name, use_bidirectional_attention=None, **gemma)
+        with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention must be False, got True"):
+            read(tmp_path, name, use_bidirectional_attention=True, **gemma)
+
+
 def test_layers_that_are_rotated_if_none_has_a_window(tmp_path: Path) -> None:
     full = {"layer_types": ["full_attention"] * 8}
     every = frozenset(range(8))
@@ -179,6 +196,32 @@ def test_values_that_files_leave_out(tmp_path: Path) -> None:
     assert read(tmp_path, "Qwen2VLForConditionalGeneration").rope_theta == 1e6
 
 
+def test_layer_types_of_another_number_of_layers(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFormatError, match="layer_types: expected 8 of sliding_attention and full_attention"):
+        read(tmp_path, "MistralForCausalLM", sliding_window=4096, layer_types=["sliding_attention"] * 7)
+
+
+def test_heads_that_are_rotated_in_an_odd_part(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFormatError, match="the rotated size must be even and positive, got 15"):
+        read(tmp_path, "LlamaForCausalLM", partial_rotary_factor=15 / 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False, got True"),
+        ({"add_cross_attention": True}, "add_cross_attention must be False, got True"),
+        ({"n_head": 5}, "n_embd: expected a multiple of 5, got 64"),
+    ],
+)
+def test_forms_of_gpt2_that_are_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256}
+    read(tmp_path, "GPT2LMHeadModel", **sizes)
+    with pytest.raises((CheckpointFormatError, UnsupportedModelError), match=message):
+        read(tmp_path, "GPT2LMHeadModel", **sizes | changes)
+
+
 def test_another_language_model_within_mistrals(tmp_path: Path) -> None:
     text = {"model_type": "qwen3", **SIZES}
     (tmp_path / "config.json").write_text(
@@ -243,7 +286,7 @@ def test_longrope_of_a_trained_length_of_1(tmp_path: Path, place: str) -> None:
     if place == "scaling":
         scaling |= length
     with pytest.raises(CheckpointFormatError, match="original_max_position_embeddings: expected at least 2, got 1"):
-        read(tmp_path, "Phi3ForCausalLM", rope_scaling=scaling, **settings)
+        read(tmp_path, "LlamaForCausalLM", rope_scaling=scaling, **settings)
 
 
 def test_mixtures(tmp_path: Path) -> None:
@@ -252,6 +295,15 @@ def test_mixtures(tmp_path: Path) -> None:
     sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
     qwen = read(tmp_path, "Qwen3MoeForCausalLM", **sizes)
     assert (qwen.num_experts, qwen.intermediate_size, qwen.router.renormalize) == (128, 768, False)
+
+
+def test_mixtures_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFormatError, match="num_experts_per_tok: expected 1 to 8, got 9"):
+        read(tmp_path, "MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=9)
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "norm_topk_prob": False}
+    for name in ("Qwen3_5MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"):  # whose code always renormalises
+        with pytest.raises(UnsupportedModelError, match="norm_topk_prob must be True, got False"):
+            read(tmp_path, name, **sizes)
 
 
 GLM = {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 3}
@@ -287,6 +339,12 @@ def test_minimax_m2(tmp_path: Path) -> None:
 def test_other_forms_of_minimax_m2_are_refused(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{key} must be .*, got {value!r}"):
         read(tmp_path, "MiniMaxM2ForCausalLM", **MINIMAX | {key: value})
+
+
+def test_qwen_mixtures_without_biases(tmp_path: Path) -> None:
+    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    assert read(tmp_path, "Qwen2MoeForCausalLM", **mixture).qkv_bias
+    assert not read(tmp_path, "Qwen2MoeForCausalLM", qkv_bias=False, **mixture).qkv_bias
 
 
 def test_qwen_layers_without_experts(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from support import mixed_decoder
 from fastinfer.errors import RequestError
 from fastinfer.models.config import KVShape
 from fastinfer.models.kv_cache import KVCache, LayerCache, num_blocks_for, token_bytes
+from fastinfer.models.state_cache import state_bytes
+from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
 
 CONFIG = replace(mixed_decoder.CONFIG, num_kv_heads=2, head_dim=80)
 FLOATS = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes of an element
@@ -80,6 +82,25 @@ def test_layers_of_different_shapes_and_a_shared_cache() -> None:
     cache.free()
     cache.allocate()
     assert cache.layers[2] is cache.layers[0] is not first
+    cache.allocate()  # of what is there
+    assert len(cache.layers) == 3
+
+
+STATES = [Mamba2Config(2, 16, 32, 1, 4), ShortConvConfig(24, 3), LinearAttentionConfig(2, 4, 16, 32, 4)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("states", STATES)
+def test_slots_of_states(states: StateConfig, dtype: torch.dtype) -> None:
+    """Views of freed memory would keep it, and those of new memory are others."""
+    config = replace(CONFIG, num_layers=2, state_layers=(True, False), states=states, windows=())
+    cache = KVCache.of_model(config, [6], 4, torch.float32, "cpu", num_states=5, state_dtype=dtype)
+    assert sum(row.shape[1] for row in cache.state_rows) == state_bytes(states, dtype)
+    assert {row.shape[0] for row in cache.state_rows} == {5}
+    cache.free()
+    cache.allocate()
+    for row, tensor in zip(cache.state_rows, cache.layers[0].tensors, strict=True):
+        assert row.data_ptr() == tensor.data_ptr()
 
 
 def test_two_elements_share_a_byte() -> None:

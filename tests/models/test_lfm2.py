@@ -47,6 +47,8 @@ def test_names_of_the_first_published_files(tmp_path: Path) -> None:
     assert config.state_layers == CONVS
     assert config.intermediate_size == 288  # 1.1 * 256, up to a multiple of 32
     assert read_hf_config(changed(tmp_path, **old, block_auto_adjust_ff_dim=False)).intermediate_size == 384
+    old |= {"block_ff_dim": 100, "block_ffn_dim_multiplier": 1.5, "block_multiple_of": 9}
+    assert read_hf_config(changed(tmp_path, **old)).intermediate_size == 99  # 66 * 1.5, not 66.7 * 1.5
 
 
 @pytest.mark.parametrize(

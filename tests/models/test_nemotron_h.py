@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from safetensors.torch import load_file, save_file
 from support.families import expected, load, make_model, some_tokens
 from support.gguf_model_file import write_gguf
@@ -75,6 +76,14 @@ def test_layers_and_sizes(tmp_path: Path) -> None:
     assert (config.activation, config.gated, config.norm_eps) == ("relu2", False, 1e-5)
     dense = read_hf_config(changed(tmp_path, "nemotron-h-dense"))
     assert (dense.num_experts, dense.intermediate_size, dense.shared_intermediate_size) == (0, 96, 0)
+
+
+def test_other_names_come_first(tmp_path: Path) -> None:
+    path = changed(tmp_path, mamba_n_groups=3, mamba_d_conv=3, mamba_conv_bias=False, mamba_dt_min=0.25)
+    config = transformers.NemotronHConfig.from_pretrained(tmp_path)
+    assert (config.n_groups, config.conv_kernel, config.use_conv_bias, config.time_step_min) == (3, 3, False, 0.25)
+    expected_sizes = Mamba2Config(6, 32, 48, 3, 3, conv_bias=False, dt_limits=(0.25, float("inf")))
+    assert read_hf_config(path).states == expected_sizes
 
 
 def test_memory(tmp_path: Path) -> None:
@@ -178,6 +187,7 @@ HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
         ({INNER: [0] * 12}, GGUFFormatError, "feed_forward_length: expected 0 or the same size in all layers"),
         ({INNER: 96}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each layer"),
         ({HEADS: 2, INNER: [0] * 11 + [96]}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each"),
+        ({HEADS: [0, 2, 0, 0, 2] + [0] * 7}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each"),
         ({INNER: [96] + [0] * 11}, UnsupportedModelError, "attention or Mamba-2 before each MLP, got mlp at 0"),
         ({"moe_latent_size": 32}, UnsupportedModelError, "moe_latent_size is not implemented"),
         ({"ssm.group_count": 4}, GGUFFormatError, "time_step_rank: expected a multiple of 4, got 6"),

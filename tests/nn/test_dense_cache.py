@@ -95,3 +95,26 @@ def test_keys_and_values_that_require_grad_are_refused(wants: str) -> None:
     caches[wants].requires_grad_()
     with pytest.raises(RuntimeError, match=f"paged_attention is an inference kernel .*{wants}_cache requires grad"):
         dense_cache_attention(q, **caches)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_queries_that_are_in_the_order_of_heads(kv_heads: int, batch: int, length: int) -> None:
+    """As after a rotation of a part of each head."""
+    q, k = torch.randn(batch, 4, length, 64).transpose(1, 2), torch.randn(batch, kv_heads, 5, 64)
+    assert torch.equal(dense_cache_attention(q, k, k), dense_cache_attention(q.contiguous(), k, k))
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 3), (2, 0)])
+def test_nothing_to_compute(batch: int, length: int) -> None:
+    """Values may have another size than queries and keys."""
+    q, k, v = torch.ones(batch, length, 4, 64), torch.ones(batch, 2, 5, 64), torch.ones(batch, 2, 5, 32)
+    assert dense_cache_attention(q, k, v).shape == (batch, length, 4, 32)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 3), (1, 1, 3, 1), (1, 2, 1, 1), (1, 2)])
+def test_masks_of_other_forms_are_refused(shape: tuple[int, ...]) -> None:
+    q, k = torch.ones(1, 3, 2, 64), torch.ones(1, 2, 3, 64)
+    with pytest.raises(ValueError, match=r"attention_mask must be None, or the mask of .*, got torch\.int32 of \(1, "):
+        dense_cache_attention(q, k, k, torch.ones(shape, dtype=torch.int32))

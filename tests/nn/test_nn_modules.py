@@ -47,6 +47,14 @@ def test_unit_offset_follows_the_weight() -> None:
     close(norm(x), nn.functional.rms_norm(x, (64,), torch.full((64,), 1.5), 1e-6))
 
 
+def test_unit_offset_is_added_in_fp32_after_a_cast() -> None:
+    norm = RMSNorm(64, unit_offset=True)
+    nn.init.constant_(norm.weight, 2**-10)  # which 1 would swallow in bf16
+    scale = norm.to(torch.bfloat16).as_options()["norm_weight"]
+    assert (scale.dtype, norm.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(scale, torch.full((64,), 1 + 2**-10))
+
+
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_mlp_state(quantize: str | None, bias: bool) -> None:
@@ -178,3 +186,6 @@ def test_errors() -> None:
         FusedMLP(linear, nn.Linear(64, 96, bias=False), nn.Linear(96, 64))
     with pytest.raises(ValueError, match="whole heads of 40"):
         Attention(*[nn.Linear(64, 64)] * 4, head_dim=40, layer_idx=0)
+    for sizes in ((96, 64, 64), (64, 32, 64)):  # 3 heads of q for 2 of k; 1 of k for 2 of v
+        with pytest.raises(ValueError, match="as many of k as of v, got"):
+            Attention(*[nn.Linear(64, size) for size in sizes], nn.Linear(sizes[0], 64), head_dim=32, layer_idx=0)

@@ -101,12 +101,13 @@ class Family:
         expert: the same for the parts of an expert.
         top: the same for tensors outside the layers, and ``layers`` for the layers themselves.
         prefix: prefix of all names, which some checkpoints leave out.
-        defaults: values of config.json that its writers may leave out.
+        defaults: values of config.json that its writers may leave out. Families whose layers may have a window have
+            ``sliding_window`` among them; that of other families' files has no meaning.
         structure: structure of the layers.
         aliases: names of settings in other families, with those in this one.
         activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; ``None`` if config.json says it.
         gated: whether the MLP has a gate.
-        qkv_bias: whether Q, K and V have a bias although config.json does not say so.
+        qkv_bias: whether Q, K and V have a bias where config.json does not say so.
         output_bias: whether the output of attention has a bias if Q, K and V have one by ``attention_bias``.
         sigmoid_router: whether experts are chosen by sigmoids and a bias.
         router_bias: whether a bias takes part in the choice of other routers, too.
@@ -341,10 +342,10 @@ _QWEN2_VL = Family(
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": _MISTRAL,
-    "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5}),
+    "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5, "sliding_window": None}),
     "Qwen2ForCausalLM": Family(qkv_bias=True, defaults=_QWEN_WINDOWS),
     "Qwen3ForCausalLM": Family(structure=HEAD_NORMS, defaults=_QWEN_WINDOWS),
-    "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False}),
+    "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None}),
     "MinistralForCausalLM": _MISTRAL,
     "CwmForCausalLM": Family(defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, **_WIDE_SLIDING}),
     "SeedOssForCausalLM": Family(
@@ -410,7 +411,7 @@ FAMILIES: dict[str, Family] = {
         _LAYER
         | dict.fromkeys(("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj")
         | dict.fromkeys(("gate_proj", "up_proj"), "mlp.gate_up_proj"),
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "sliding_window": None},
     ),
     "GPT2LMHeadModel": Family(
         layer={
@@ -430,7 +431,7 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         _LAYER | {"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts"},
         _W123,
-        defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
     ),
     "Qwen2MoeForCausalLM": Family(
         _LAYER | {"shared_expert": "mlp.shared_expert"},

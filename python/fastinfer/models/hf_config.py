@@ -152,7 +152,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         gated=family.gated,
         activation=family.activation
         or activation(fields, "hidden_act" if fields.values.get("hidden_activation") is None else "hidden_activation"),
-        qkv_bias=family.qkv_bias or attention_bias,
+        qkv_bias=fields.get("qkv_bias", bool, family.qkv_bias) or attention_bias,
         output_bias=fields.get("attention_out_bias", bool, attention_bias and family.output_bias),
         mlp_bias=fields.get("mlp_bias", bool, False),
         attention_scale=rope.attention_scale if scalar is None else scalar**-0.5,
@@ -181,6 +181,8 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "hidden_act", "silu")  # which it resembles
         require(fields, "swiglu_alpha", 1.702)
         require(fields, "swiglu_limit", 7.0)
+    if name.startswith(("Gemma2", "Gemma3")):
+        require(fields, "use_bidirectional_attention", False)
     if name.startswith(("Qwen3_5Moe", "Qwen3VLMoe")):
         require(fields, "norm_topk_prob", True)
     if name == "CohereForCausalLM":

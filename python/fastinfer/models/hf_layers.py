@@ -13,6 +13,8 @@ from fastinfer.models.structure import LFM3, NEMOTRON_H, periodic_windows
 
 def attention_windows(fields: JsonFields, name: str, family: Family, num_layers: int) -> tuple[int, ...]:
     """Return the length of each layer's attention window in positions, 0 for none."""
+    if "sliding_window" not in family.defaults:
+        return ()
     if "use_sliding_window" in fields.values and not fields.get("use_sliding_window", bool, False):
         return ()
     window = fields.get("sliding_window", int, 0, minimum=1, maximum=MAX_SIZE)

@@ -33,14 +33,14 @@ class Rope:
         if family.structure in (GEMMA4, LFM3):  # whose settings are read later
             self.dim, self.theta, self.local_theta, self.scaling = head_dim, 10000.0, None, ops.RopeScaling()
             return
-        parameters = fields.object("rope_parameters")
+        key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"  # the older name comes first
+        parameters = fields.object(key)
         full = parameters.object("full_attention") if parameters else None
         local = parameters.object("sliding_attention") if parameters else None
         if full or local:  # separate for the two kinds of layers
             if full is None:
-                raise CheckpointFormatError(f"{fields.path}: rope_parameters.full_attention is missing")
+                raise CheckpointFormatError(f"{fields.path}: {key}.full_attention is missing")
             parameters = full
-        scaling = parameters or fields.object("rope_scaling")
         theta = fields.get("rope_theta", float, 10000.0, minimum=1.001)
         self.theta = parameters.get("rope_theta", float, theta, minimum=1.001) if parameters else theta
         self.local_theta = fields.get("rope_local_base_freq", float, None, minimum=1.001)
@@ -56,7 +56,7 @@ class Rope:
         self.dim = fields.get("rotary_dim", int, int(head_dim * share), minimum=0, maximum=head_dim)
         if self.dim % 2 or not self.dim:
             raise CheckpointFormatError(f"{fields.path}: the rotated size must be even and positive, got {self.dim}")
-        self.scaling = ops.RopeScaling() if scaling is None else self._scaling(fields, scaling)
+        self.scaling = ops.RopeScaling() if parameters is None else self._scaling(fields, parameters)
         if family.structure.only_full_scaled and has_windows and self.local_theta is None:
             self.local_theta = self.theta
 
@@ -95,8 +95,8 @@ class Rope:
         # With text alone a token has the same position in all dimensions of mrope.
         if kind in ("default", "none", "mrope"):
             return ops.RopeScaling()
-        trained = fields.get("original_max_position_embeddings", int, positions, minimum=1, maximum=MAX_SIZE)
-        trained = scaling.get("original_max_position_embeddings", int, trained, minimum=1, maximum=MAX_SIZE)
+        trained = scaling.get("original_max_position_embeddings", int, positions, minimum=1, maximum=MAX_SIZE)
+        trained = fields.get("original_max_position_embeddings", int, trained, minimum=1, maximum=MAX_SIZE)
         attention_factor = scaling.get("attention_factor", float, None, minimum=0.0)
         if kind in ("longrope", "su"):
             half = self.dim // 2
@@ -106,7 +106,7 @@ class Rope:
                 )
             return ops.RopeScaling(
                 kind="longrope",
-                factor=positions / trained,
+                factor=scaling.get("factor", float, positions / trained, minimum=1e-3),
                 original_max_position=trained,
                 attention_factor=attention_factor,
                 short_factors=scaling.numbers("short_factor", half),

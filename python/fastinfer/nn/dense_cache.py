@@ -63,7 +63,7 @@ def dense_cache_attention(
     kv_heads, cached = k.shape[1:3]
     sequences, group, device = batch * kv_heads, q_heads // max(kv_heads, 1), q.device
     # Torch calls slow down decoding on the CPU, so none is made without need: with one query each, rows are in order.
-    grouped = q if length == 1 else q.unflatten(2, (kv_heads, group)).transpose(1, 2)
+    grouped = q if length == 1 else q.unflatten(2, (kv_heads, group)).transpose(1, 2).contiguous()
     rows = grouped.reshape(-1, group, head_dim)
     # All layers of a step need the same table, so it is cached, except while tracing or capturing a CUDA graph.
     traced = torch.compiler.is_compiling() or type(q) is not Tensor or q.is_cuda

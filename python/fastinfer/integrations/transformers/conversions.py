@@ -148,7 +148,10 @@ def convert_rotary(rotary: nn.Module, trial: Trial, others: Sequence[nn.Module],
         if not same(torch.cat((cos, cos, sin, sin), -1), torch.cat(call.output, -1)):
             raise NotConvertible(DIFFERENT)
         tables[layer_type] = table  # both calls of a type give the same table
-    return RotaryEmbedding(tables)
+    ours = RotaryEmbedding(tables)
+    if hasattr(rotary, "config"):  # which models with a module for each base read
+        ours.config = rotary.config
+    return ours
 
 
 def _rotary_arguments(
