@@ -19,7 +19,7 @@ PROMPTS = [[(11 * i + 7 * j) % 256 for j in range(length)] for i, length in enum
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "granite-hybrid-dense", "falcon-h1"])
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "lfm3", "granite-hybrid-dense", "falcon-h1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("models") / "tiny", request.param)
 

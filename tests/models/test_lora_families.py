@@ -106,6 +106,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "short convolutions": (
         "lfm2-biases",
+        "lfm3",
         {"target_modules": ["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"], "r": 3},
     ),
     "short convolutions and experts": (

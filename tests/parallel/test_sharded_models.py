@@ -43,6 +43,7 @@ DIVIDED = [
     "qwen3-next",
     "qwen3.5-few",
     "lfm2-biases",
+    "lfm3",
     "granite-hybrid",
     "granite-hybrid-dense",
     "nemotron-h-dense",

@@ -58,6 +58,7 @@ FAMILIES = [
     "minimax-m2",
     "qwen3-next",
     "lfm2",
+    "lfm3",
     "granite-hybrid",
     "nemotron-h",
     "falcon-h1",

@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-next": SHARED,
     "lfm2": {},
     "lfm2-biases": {},
+    "lfm3": {},
     "lfm2-moe": {"moe_intermediate_size": 64},
     "granite-hybrid": MAMBA,
     "granite-hybrid-dense": MAMBA,
