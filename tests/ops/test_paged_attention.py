@@ -228,6 +228,12 @@ def test_threads(name: str) -> None:
     assert_bitwise(*per_thread_count(make_batch(lengths[name]).run))
 
 
+def test_threads_of_a_long_window() -> None:
+    """Its first split is not whole, and the pieces of the work are."""
+    batch = make_batch([(1, 9000)])
+    assert_bitwise(*per_thread_count(lambda: batch.run(window=4150)))
+
+
 CACHES = [torch.float16, torch.int8, torch.float8_e4m3fn]
 
 
