@@ -709,6 +709,20 @@ def test_logits_errors_name_the_argument(logits: Tensor) -> None:
         ops.sample(**(GOOD | {"logits": logits}))
 
 
+@pytest.mark.parametrize("place", [1, 2])
+def test_each_penalty_is_finite(place: int) -> None:
+    penalties = torch.ones(3, 3)
+    penalties[1, place] = torch.inf
+    with pytest.raises(RuntimeError, match=rf"penalties\[1, {place}\] must be finite, got inf"):
+        ops.sample(**(GOOD | {"penalties": penalties}))
+
+
+def test_the_largest_vocabulary() -> None:
+    with pytest.raises(RuntimeError, match="logits must have at most 16777216 columns, got 16777217"):
+        sample(torch.empty(0, 2**24 + 1))
+    assert sample(torch.empty(0, 2**24)).tokens.shape == (0,)
+
+
 @pytest.mark.parametrize("argument", ["output_counts", "prompt_mask"])
 def test_counts_without_penalties_are_an_error(argument: str) -> None:
     names = ["logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions", argument]

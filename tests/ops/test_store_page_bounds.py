@@ -125,6 +125,7 @@ def test_a_gpu_reads_the_scales_of_4_bit_keys_in_pairs(device: str) -> None:
         ({"bounds": torch.zeros(6, 2, 2, 8)}, "bounds must be bfloat16, got float32"),
         ({"bounds": torch.zeros(6, 2, 3, 8).bfloat16()}, "bounds must have the shape"),
         ({"k_cache": torch.zeros(5, 4, 2, 8)}, "k_cache must have the shape"),
+        ({"k_cache": torch.zeros(6, 0, 2, 8)}, r"k_cache must have a block size and a head size, got \[6, 0, 2, 8\]"),
         ({"k_scale": torch.zeros(6, 4, 2)}, "k_scale must be given for a cache of int8"),
         ({"slot_mapping": torch.tensor([24])}, r"slot_mapping\[0\] must be in -1..23, got 24"),
         ({"slot_mapping": torch.tensor([0]).int()}, "slot_mapping must be int64"),
