@@ -37,6 +37,7 @@ Tensor latent_rotary_store(const Tensor& q_latent, const Tensor& q_rope, const T
                 "cache must not be uint8 (int4), whose keys and values have other groups");
   check.shape(cache, "cache", {kAny, kAny, 1, row});
   check.contiguous(cache, "cache");
+  if (cache_quantization(cache) == CacheQuantization::kNone) check.float_dtype(cache, "cache");
   cache_scales(check, scale, "scale", cache, row, kInt4KeyGroup);
   const Tensor out = new_tensor(q_latent, {tokens, heads, row});
   const LatentRotaryStoreParams params{

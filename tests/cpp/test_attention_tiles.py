@@ -208,7 +208,7 @@ def test_what_is_not_finite_shows_to_those_that_see_it_alone(value: float, windo
     """Not to other queries of its tile, as 0 times NaN, nor to other columns. -3.4e38 is infinite as bf16."""
     batch = make_batch([(140, 140)], 4, 1, 64)
     clean = as_prompt(batch, window=window)
-    for position in (0, 61, 66, 130, 139):
+    for position in (0, 1, 61, 66, 130, 139):
         cache = batch.v_cache.clone()
         cache[batch.block_table[0, position // 16], position % 16, 0, 5] = value
         out = as_prompt(Batch(**(vars(batch) | {"v_cache": cache})), window=window)

@@ -457,3 +457,11 @@ def test_tiles_compute_what_the_manual_says(kind: str) -> None:
     expected = multiply_slowly(x, weight)
     assert torch.equal(out.isnan(), expected.isnan())
     assert_bitwise(out.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+
+
+@in_tiles
+def test_nan_of_an_earlier_call_is_forgotten() -> None:
+    """It lies in a thread's scratch memory, behind the inputs of this call's rows."""
+    with num_threads(1), ops.prompt_rows(0):
+        ops.gemm(torch.full((20, 512), torch.nan), torch.ones(17, 512))
+        assert ops.gemm(torch.randn(20, 77), torch.randn(17, 77)).isfinite().all()

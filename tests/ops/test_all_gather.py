@@ -41,6 +41,23 @@ def test_all_gather_rows_reads_no_rows_of_other_ranks(dtype: torch.dtype) -> Non
         assert_bitwise(got, table[ids])
 
 
+def test_more_rows_than_fit_into_a_slot() -> None:
+    """Two of these rows do, of 4 MiB."""
+    whole, widths, ids = torch.randn(5, 400_000), [300_000, 100_000], torch.tensor([2, 0, 1, 4, 3])
+
+    def run(group: Group) -> list[Tensor]:
+        own = whole.split(widths, 1)[group.rank].contiguous()
+        start, end = ((0, 2), (2, 5))[group.rank]
+        return [
+            ops.all_gather(own, group.memory, group.rank, widths),
+            ops.all_gather_rows(whole, ids, group.memory, group.rank, start, end),
+        ]
+
+    for columns, rows in in_ranks(2, run):
+        assert_bitwise(columns, whole)
+        assert_bitwise(rows, whole)
+
+
 def test_local_ids() -> None:
     ids = torch.tensor([-1, 3, 2**40, 9, 8, 4])
     assert ops.local_ids(ids, 3, 9).tolist() == [0, 0, 0, 0, 5, 1]

@@ -119,3 +119,8 @@ BAD_RESIDUAL = {
 def test_errors_name_the_residual(case: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=r"^embedding: residual\b"):
         ops.embedding(WEIGHT, IDS, BAD_RESIDUAL[case])
+
+
+def test_a_dtype_beside_a_residual_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="embedding: dtype must be None with a residual"):
+        ops.embedding(WEIGHT, IDS, torch.zeros(3, 8), torch.float32)

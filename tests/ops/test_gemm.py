@@ -123,6 +123,13 @@ def test_nan_stays_in_its_row(device: str) -> None:
     assert out[7].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_of_an_earlier_call_is_forgotten(dtype: torch.dtype, device: str) -> None:
+    """It lies in scratch memory, behind the rows of this call."""
+    ops.gemm(torch.full((3, 512), torch.nan, dtype=dtype, device=device), torch.ones(17, 512, device=device).to(dtype))
+    assert_gemm(*operands(3, 17, 77, dtype, dtype, device))
+
+
 def test_reference_is_that_of_torch() -> None:
     """The unfused reference against torch.nn.functional, gate and up with biases of their own."""
     torch.manual_seed(0)

@@ -287,6 +287,12 @@ def test_errors_name_the_argument(case: str) -> None:
         ops.norm_rotary_store(**(good | {argument: value}))
 
 
+def test_norm_weights_of_two_dtypes_are_refused() -> None:
+    good = random_case(3, 4, 2, 64, torch.bfloat16, torch.float32, "cpu", norm=torch.float32)
+    with pytest.raises(RuntimeError, match="k_norm_weight must have the dtype of q_norm_weight, got bfloat16"):
+        ops.norm_rotary_store(**(good | {"k_norm_weight": torch.ones(64).bfloat16()}))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unaligned_norm_weights(dtype: torch.dtype, device: str) -> None:
     case = random_case(7, 4, 2, 64, dtype, torch.float32, device, norm=dtype)

@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.helpers import assert_bitwise
 from support.op_calls import named, op_calls
 from torch import Tensor
 
 from fastinfer import ops
 
 CALLS = list({name: (name, args) for name, args in op_calls()}.values())
+every_call = pytest.mark.parametrize(
+    ("name", "args"), [pytest.param(*call, id=f"{call[0]}-{index}") for index, call in enumerate(op_calls())]
+)
 NO_TENSORS = [1, 1.5, "x", b"x", [1.0, 2.0], np.ones((4, 4), np.float32), object(), {}, torch.float32]
 ODD_TENSORS = [
     torch.tensor(1.0),
@@ -52,6 +56,49 @@ def test_odd_tensors(name: str, args: tuple[Any, ...]) -> None:
     for _, arguments in calls_with(name, args, [*ODD_TENSORS, 10**5000]):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             getattr(ops, name)(**arguments)
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    """The same values, with another number behind each."""
+    wide = torch.full((*tensor.shape, 2), 7, device=tensor.device).to(tensor.dtype)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    return [value for value in (values if isinstance(values, tuple) else (values,)) if isinstance(value, Tensor)]
+
+
+@every_call
+def test_tensors_with_gaps(name: str, args: tuple[Any, ...]) -> None:
+    """Each is refused by its name, or gives what one without gaps gives."""
+    operator, plain = getattr(torch.ops.fastinfer, name).default, copy.deepcopy(args)
+    expected = (*tensors_of(operator(*plain)), *tensors_of(plain))
+    for place, key in enumerate(named(name, args)):
+        if not isinstance(args[place], Tensor) or args[place].numel() < 2:
+            continue
+        given = copy.deepcopy(args)
+        given = (*given[:place], with_gaps(given[place]), *given[place + 1 :])
+        refusal = ""
+        try:
+            out = operator(*given)
+        except RuntimeError as error:
+            refusal = str(error)
+        if refusal:
+            assert f"{name}: {key} must " in refusal
+            continue
+        for got, want in zip((*tensors_of(out), *tensors_of(given)), expected, strict=True):
+            assert_bitwise(got.contiguous(), want)
+
+
+@every_call
+def test_tensors_of_another_dtype(name: str, args: tuple[Any, ...]) -> None:
+    """Each is refused by its name; beside a cache of another dtype, the other cache or the scales do not fit either."""
+    for place, key in enumerate(named(name, args)):
+        if isinstance(args[place], Tensor):
+            given, refused = copy.deepcopy(args), f"({key}|v_cache|k_scale|scale)" if key.endswith("cache") else key
+            with pytest.raises(RuntimeError, match=f"{name}: {refused} must "):
+                getattr(torch.ops.fastinfer, name).default(*given[:place], given[place].double(), *given[place + 1 :])
 
 
 @pytest.mark.parametrize(("name", "args"), [pytest.param(*call, id=call[0]) for call in CALLS])

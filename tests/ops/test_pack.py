@@ -79,12 +79,12 @@ def test_what_does_not_fit_into_6_bits(value: int) -> None:
         ops.int6_pack(q)
 
 
-@pytest.mark.parametrize("value", [32, 64, 128, 255])
-def test_what_does_not_fit_into_5_bits(value: int) -> None:
+@pytest.mark.parametrize(("bits", "value"), [(4, 16), (4, 255), (5, 32), (5, 64), (5, 128), (5, 255)])
+def test_what_does_not_fit_into_4_or_5_bits(bits: int, value: int) -> None:
     q = torch.zeros(17, 64, dtype=torch.uint8)
     q[16, 63] = value
-    with pytest.raises(RuntimeError, match=r"int5_pack: q must be 0\.\.31 throughout"):
-        ops.int5_pack(q)
+    with pytest.raises(RuntimeError, match=rf"int{bits}_pack: q must be 0\.\.{2**bits - 1} throughout"):
+        PACK[bits](q)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

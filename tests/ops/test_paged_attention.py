@@ -228,6 +228,12 @@ def test_threads(name: str) -> None:
     assert_bitwise(*per_thread_count(make_batch(lengths[name]).run))
 
 
+def test_threads_of_a_long_window() -> None:
+    """Its first split is not whole, and the pieces of the work are."""
+    batch = make_batch([(1, 9000)])
+    assert_bitwise(*per_thread_count(lambda: batch.run(window=4150)))
+
+
 CACHES = [torch.float16, torch.int8, torch.float8_e4m3fn]
 
 
@@ -689,3 +695,9 @@ def test_plan_errors_name_the_argument(argument: str) -> None:
     good = {"seq_lens": int32(20, 32), "query_start": int32(0, 2, 3), "q_heads": 4, "kv_heads": 2, "head_dim": 64}
     with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
         ops.paged_attention_plan(**(good | BAD_PLAN[argument]))
+
+
+def test_caches_without_slots_are_refused() -> None:
+    caches = {name: torch.zeros(5, 0, 2, 64) for name in ("k_cache", "v_cache")}
+    with pytest.raises(RuntimeError, match=r"k_cache must have a block size and a head size, got \[5, 0, 2, 64\]"):
+        ops.paged_attention(**(GOOD | caches))

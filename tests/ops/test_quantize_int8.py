@@ -37,6 +37,12 @@ def test_rounds_half_to_even(device: str) -> None:
     assert scale == 1
 
 
+def test_a_product_is_rounded_before_it_becomes_an_integer() -> None:
+    """1.5 times the fp32 next to 1/3 is above 1/2 by less than fp32 shows: with a fused addition it became 1."""
+    q, _ = ops.quantize_int8(torch.tensor([[381.0, 1.5, -1.5]]))
+    assert q.tolist() == [[127, 0, 0]]
+
+
 def test_special_rows(device: str) -> None:
     x = torch.randn(7, 40, device=device)
     clean = x.clone()

@@ -141,6 +141,7 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 1.5, "min_p": 0.2},
     {"top_k": 6, "top_p": 0.7},
     {"top_k": 10, "min_p": 0.3},
+    {"top_p": 0.6, "min_p": 0.2},
     {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
 ]
 
@@ -181,6 +182,17 @@ def test_every_draw_is_the_winner_of_the_race(vocab: int, spread: float, device:
         tokens = sample(logits, **parameters, seeds=vocab, positions=position).tokens
         for row in range(rows):
             assert_wins(int(tokens[row]), logits[row].cpu(), vocab, position, **filters[row])
+
+
+def test_a_block_whose_least_noise_wins_narrowly_takes_part(device: str) -> None:
+    """The others are left out by a bound, which must not be above that noise."""
+    rows, winners = torch.full((50, 128), -torch.inf, device=device), []
+    for position, row in enumerate(rows):
+        noise = reference.sample_noise(0, position, 128)
+        winners.append(64 + int(noise[64:].argmin()))
+        row[0] = 0.0
+        row[winners[-1]] = (noise[winners[-1]] / noise[0]).log() + 1e-4
+    assert sample(rows, positions=torch.arange(50)).tokens.tolist() == winners
 
 
 @pytest.mark.parametrize("parameters", [{"top_k": 70}, {"top_k": 5}, {"top_p": 0.3001}, {"top_k": 700, "top_p": 0.9}])
@@ -296,6 +308,15 @@ def test_cuts_far_down_a_long_row(parameters: dict[str, Any], device: str) -> No
         assert_wins(int(token), row.cpu(), 0, position, **DEFAULTS | parameters)
 
 
+def test_many_unlikely_tokens_are_likely_together(device: str) -> None:
+    """Top-k keeps all of them; the token drawn at this position is one."""
+    row = torch.full((1 << 18,), -16.5, device=device)
+    row[0] = 0.0
+    token = int(sample(row[None], top_k=1 << 18, positions=8).tokens)
+    assert token != 0
+    assert_wins(token, row.cpu(), 0, 8, **DEFAULTS | {"top_k": 1 << 18})
+
+
 @pytest.mark.parametrize(
     "parameters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str
 )
@@ -339,6 +360,7 @@ def test_ties_at_the_cut_keep_the_smaller_ids(device: str) -> None:
     row[50] = 1.0
     assert set(draw(row, 100, top_k=3).tolist()) == {0, 1, 50}
     assert set(draw(torch.zeros(10, device=device), 100, top_p=0.25).tolist()) == {0, 1, 2}
+    assert set(draw(torch.zeros(4, device=device), 100, top_p=0.5).tolist()) == {0, 1}
     assert set(draw(torch.tensor([1.0, 0.0, 1.0], device=device), 100, min_p=1.0).tolist()) == {0, 2}
     assert set(draw(torch.tensor([0.0, -0.0, 0.0], device=device), 100, top_k=2).tolist()) == {0, 1}
 
@@ -685,6 +707,20 @@ def test_parameter_errors_name_the_argument(argument: str, fault: str) -> None:
 def test_logits_errors_name_the_argument(logits: Tensor) -> None:
     with pytest.raises((RuntimeError, ValueError), match=r"\blogits\b"):
         ops.sample(**(GOOD | {"logits": logits}))
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_each_penalty_is_finite(place: int) -> None:
+    penalties = torch.ones(3, 3)
+    penalties[1, place] = torch.inf
+    with pytest.raises(RuntimeError, match=rf"penalties\[1, {place}\] must be finite, got inf"):
+        ops.sample(**(GOOD | {"penalties": penalties}))
+
+
+def test_the_largest_vocabulary() -> None:
+    with pytest.raises(RuntimeError, match="logits must have at most 16777216 columns, got 16777217"):
+        sample(torch.empty(0, 2**24 + 1))
+    assert sample(torch.empty(0, 2**24)).tokens.shape == (0,)
 
 
 @pytest.mark.parametrize("argument", ["output_counts", "prompt_mask"])

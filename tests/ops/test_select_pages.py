@@ -149,6 +149,13 @@ def test_threads() -> None:
     assert_bitwise(*per_thread_count(lambda: ops.select_pages(batch.q, bounds, *ragged(batch), 16, 8)[0]))
 
 
+def test_queries_that_see_nothing(device: str) -> None:
+    """Where a sequence has more queries than positions, its first ones have no pages."""
+    batch = make_batch([(5, 2), (1, 20)], device=device)
+    _, lens = ops.select_pages(batch.q, bounds_of(batch), *ragged(batch), 16, 4)
+    assert lens.tolist() == [0, 0, 0, 1, 2, 20]
+
+
 @pytest.mark.parametrize("device", [pytest.param(name, marks=mark) for name, mark in GPUS.items()], indirect=True)
 def test_padding_of_a_recorded_step_reads_nothing(device: str) -> None:
     """Its tokens are behind those of all sequences, and its sequences have none."""

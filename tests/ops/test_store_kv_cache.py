@@ -202,20 +202,22 @@ def test_int4_store(
 
 def test_int4_special_groups(device: str) -> None:
     """The other groups are ordinary ones, and stay so."""
-    k = torch.randn(9, 1, 128, device=device)
-    zeros, constant, overflow = slice(0, 3), slice(3, 4), slice(4, 9)
+    k = torch.randn(12, 1, 128, device=device)
+    zeros, constant, overflow = slice(0, 3), slice(3, 5), slice(5, 12)
     k[0, 0, :64], k[1, 0, :64], k[2, 0, :64] = 0, -0.0, k[2, 0, :64] * 1e-38
-    k[constant, 0, :64] = 0.1
-    k[4, 0, 15], k[5, 0, 0], k[6, 0, 7], k[7, 0, 3], k[8, 0, 3] = torch.nan, torch.inf, -torch.inf, 7e4, -7e4
+    k[3, 0, :64], k[4, 0, :64] = 0.1, 0.3  # which fp16 rounds down and up
+    k[5, 0, 15], k[6, 0, 0], k[7, 0, 7], k[8, 0, 3], k[9, 0, 3] = torch.nan, torch.inf, -torch.inf, 7e4, -7e4
+    k[10, 0, 3], k[11, 0, 3] = -65510, 65500  # fp16 rounds the minimum into its range, and the scale beyond
     caches = torch.full((2, NUM_BLOCKS, 16, 1, 64), 77, dtype=torch.uint8, device=device)
     scales = int4_scales(caches[0], 128)
-    ops.store_kv_cache(k, k, *caches, torch.arange(9, device=device), *scales)
-    for cache, scale, size in zip(caches[:, 0, :9, 0], scales, reference.INT4_GROUPS, strict=True):
-        scale = scale[0, :9, 0]
+    ops.store_kv_cache(k, k, *caches, torch.arange(12, device=device), *scales)
+    for cache, scale, size in zip(caches[:, 0, :12, 0], scales, reference.INT4_GROUPS, strict=True):
+        scale = scale[0, :12, 0]
         codes, pairs = reference.quantize_int4(k[:, 0], size)
-        assert cache[[*range(3), *range(4, 9)], : size // 2].eq(0).all()
+        assert cache[[*range(3), *range(5, 12)], : size // 2].eq(0).all()
         assert scale[zeros, 0].eq(0).all()
-        assert reference.dequantize_int4(cache, scale, size)[constant, :64].sub(0.1).abs().max() < 5e-5
+        shown = reference.dequantize_int4(cache, scale, size)[constant, :64]
+        assert (shown - k[constant, 0, :64]).abs().max() < 5e-5
         assert scale[overflow, 0].isnan().all()
         assert scale[:, 1:].isfinite().all()
         assert_bitwise(cache, codes)

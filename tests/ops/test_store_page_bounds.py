@@ -95,8 +95,9 @@ def test_only_pages_whose_last_slots_are_written(device: str) -> None:
 
 
 def test_a_nan_shows_in_its_own_channel(device: str) -> None:
+    """Also a NaN whose upper half, as bf16, is infinity."""
     keys = torch.randn(BLOCKS, 4, 2, 8, device=device)
-    keys[2, 1, 1, 3] = torch.nan
+    keys.view(torch.int32)[2, 1, 1, 3] = 0x7F800001
     bounds, slots = empty_bounds(2, 8, device), torch.arange(24, device=device)
     ops.store_page_bounds(bounds, keys, None, slots)
     assert bounds[2, 1, :, 3].isnan().all()
@@ -124,6 +125,7 @@ def test_a_gpu_reads_the_scales_of_4_bit_keys_in_pairs(device: str) -> None:
         ({"bounds": torch.zeros(6, 2, 2, 8)}, "bounds must be bfloat16, got float32"),
         ({"bounds": torch.zeros(6, 2, 3, 8).bfloat16()}, "bounds must have the shape"),
         ({"k_cache": torch.zeros(5, 4, 2, 8)}, "k_cache must have the shape"),
+        ({"k_cache": torch.zeros(6, 0, 2, 8)}, r"k_cache must have a block size and a head size, got \[6, 0, 2, 8\]"),
         ({"k_scale": torch.zeros(6, 4, 2)}, "k_scale must be given for a cache of int8"),
         ({"slot_mapping": torch.tensor([24])}, r"slot_mapping\[0\] must be in -1..23, got 24"),
         ({"slot_mapping": torch.tensor([0]).int()}, "slot_mapping must be int64"),
