@@ -74,6 +74,7 @@ def test_memory(folder: Path) -> None:
     states = {
         "Qwen3_5ForCausalLM": 6 * (3 * (2 * 2 * 16 + 6 * 48) * 4 + 6 * 16 * 48 * 4),
         "Lfm2ForCausalLM": 4 * 2 * 64 * 4,
+        "Lfm3ForCausalLM": 5 * 6 * 64 * 4,
         "GraniteMoeHybridForCausalLM": 4 * (3 * (4 * 32 + 2 * 48) * 4 + 4 * 48 * 32 * 4),
         "FalconH1ForCausalLM": 3 * (3 * (6 * 16 + 2 * 2 * 48) * 4 + 6 * 48 * 16 * 4),
     }[config.architecture]

@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-next": SHARED,
     "lfm2": {},
     "lfm2-biases": {},
-    "lfm3": {},
+    "lfm3": {"num_attention_heads": 8},
     "lfm2-moe": {"moe_intermediate_size": 64},
     "granite-hybrid": MAMBA,
     "granite-hybrid-dense": MAMBA,
@@ -137,7 +137,7 @@ def test_input_scales_are_folded_where_they_belong(family: str, tmp_path: Path) 
     assert change("w8a8") < 3 * rounded
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "awq"))
     norms = [name for name in before if name.endswith((".q_a_layernorm.weight", ".operator_norm.weight"))]
-    assert bool(norms) == (family.startswith("lfm2") or bool(getattr(model.config, "q_lora_rank", None)))
+    assert bool(norms) == (family.startswith(("lfm2", "lfm3")) or bool(getattr(model.config, "q_lora_rank", None)))
     assert not any(torch.equal(before[name], after[name]) for name in norms)
 
 
