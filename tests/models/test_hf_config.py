@@ -249,6 +249,10 @@ def test_layers_that_do_not_know_positions(tmp_path: Path) -> None:
     ("architecture", "values", "message"),
     [
         ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False"),
+        ("ArceeForCausalLM", {"hidden_act": "silu"}, "hidden_act must be 'relu2', got 'silu'"),
+        ("Starcoder2ForCausalLM", {"hidden_act": "silu"}, "hidden_act 'silu' is not implemented; supported are gelu_p"),
+        ("Ernie4_5_MoeForCausalLM", {"moe_layer_end_index": 5}, "moe_layer_end_index must be -1 or 7, got 5"),
+        ("Dots1ForCausalLM", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
         ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm must be False, got True"),
         ("StableLmForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual must be False, got True"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv must be null, got 8.0"),
@@ -259,6 +263,58 @@ def test_settings_that_are_not_implemented(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read(tmp_path, architecture, **values)
+
+
+def test_names_of_settings(tmp_path: Path) -> None:
+    """Those of other families mean nothing, and some families have two for one setting."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    assert read(tmp_path, "Qwen2ForCausalLM", qkv_bias=False).qkv_bias
+    assert not read(tmp_path, "LlamaForCausalLM", qkv_bias=True, attention_out_bias=True).qkv_bias
+    assert not read(tmp_path, "LlamaForCausalLM", attention_out_bias=True).output_bias
+    for flag in (False, True):
+        config = read(tmp_path, "Qwen2MoeForCausalLM", **experts, shared_expert_intermediate_size=32, qkv_bias=flag)
+        assert (config.qkv_bias, config.output_bias) == (flag, False)
+    config = read(tmp_path, "Ernie4_5_MoeForCausalLM", **experts)
+    assert (config.num_experts, config.experts_per_token) == (8, 2)
+    config = read(tmp_path, "Ernie4_5_MoeForCausalLM", moe_num_experts=16, moe_k=3, moe_intermediate_size=32)
+    assert (config.num_experts, config.experts_per_token) == (16, 3)
+    dots = {**experts, "n_routed_experts": 8, "scoring_func": "noaux_tc"}  # as its files call sigmoids
+    assert read(tmp_path, "Dots1ForCausalLM", **dots).router.scoring == "sigmoid"
+
+
+def test_lfm3(tmp_path: Path) -> None:
+    name = "Lfm3ForCausalLM"
+    assert read(tmp_path, name, rms_norm_eps=0.5).norm_eps == 0.5
+    nested = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5e5, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    for key in ("rope_parameters", "rope_scaling"):
+        config = read(tmp_path, name, **{key: nested, "rope_theta": None})
+        assert (config.rope_theta, config.local_rope_theta) == (5e5, 300.0)
+        with pytest.raises(UnsupportedModelError, match=f"{key} must be for each kind of layer, got"):
+            read(tmp_path, name, **{key: {"rope_type": "default", "rope_theta": 3.0}})
+    with pytest.raises(UnsupportedModelError, match="rope_type must be 'default' for sliding_attention, got 'linear'"):
+        read(tmp_path, name, rope_parameters=nested | {"sliding_attention": {"rope_type": "linear"}})
+    with pytest.raises(UnsupportedModelError, match="attention_bias must be False, got True"):
+        read(tmp_path, name, attention_bias=True)
+    with pytest.raises(UnsupportedModelError, match="conv_L_cache"):
+        read(tmp_path, name, conv_L_cache=5)
+    with pytest.raises(CheckpointFormatError, match="expected 8 of conv and full_attention and sliding_attention"):
+        read(tmp_path, name, layer_types=["conv"] * 7 + ["linear"])
+    with pytest.raises(UnsupportedModelError, match="at least one full_attention or sliding_attention, got none"):
+        read(tmp_path, name, layer_types=["conv"] * 8)
+
+
+def test_a_trained_length_beside_settings_by_kind_of_layer(tmp_path: Path) -> None:
+    """That of the kind counts, as in transformers; without kinds, the one beside them."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    nested = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    outer = {"original_max_position_embeddings": 100, "sliding_window": 8, "rope_theta": None}
+    config = read(tmp_path, "Olmo3ForCausalLM", rope_parameters=nested, **outer)
+    assert config.rope_scaling.original_max_position == 64
+    config = read(tmp_path, "Olmo3ForCausalLM", rope_parameters=yarn, **outer)
+    assert config.rope_scaling.original_max_position == 100
 
 
 def test_gemmas_gelu_is_the_one_by_tanh(tmp_path: Path) -> None:

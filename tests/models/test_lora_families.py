@@ -106,8 +106,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "short convolutions": (
         "lfm2-biases",
-        "lfm3",
         {"target_modules": ["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"], "r": 3},
+    ),
+    "gates of heads": (
+        "lfm3",
+        {"target_modules": ["in_proj", "out_proj", "q_proj", "g_proj", "o_proj", "w1", "w2", "w3"], "r": 3},
     ),
     "short convolutions and experts": (
         "lfm2-moe",

@@ -32,6 +32,7 @@ _LAYER = {
     },
     **{f"{owner}.{name}": name for owner in ("mamba", "conv", "mixer") for name in ("in_proj", "out_proj")},
     "self_attn.out_proj": "o_proj",  # LFM2
+    "self_attn.g_proj": "output_gate",  # LFM3
     **{f"feed_forward.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},  # Falcon-H1
     "feed_forward.w1": "gate_proj",
     "feed_forward.w3": "up_proj",

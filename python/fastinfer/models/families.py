@@ -324,6 +324,7 @@ _LFM3 = replace(
         "post_mlp_norm": "post_ffn_norm",
     },
     structure=LFM3,
+    aliases={"norm_eps": "rms_norm_eps"},
     defaults={
         "head_dim": 128,
         "num_key_value_heads": 4,
@@ -349,7 +350,7 @@ FAMILIES: dict[str, Family] = {
     "MinistralForCausalLM": _MISTRAL,
     "CwmForCausalLM": Family(defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, **_WIDE_SLIDING}),
     "SeedOssForCausalLM": Family(
-        output_bias=False, defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True}
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True, "attention_out_bias": False}
     ),
     "ArceeForCausalLM": Family(activation="relu2", gated=False, defaults={"rms_norm_eps": 1e-5}),
     "Ernie4_5ForCausalLM": Family(
@@ -368,10 +369,10 @@ FAMILIES: dict[str, Family] = {
         router_bias=True,
         defaults={
             "num_key_value_heads": 4,
-            "moe_k": 6,
-            "moe_num_experts": 64,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
             "norm_topk_prob": True,
             **_ERNIE,
         },
@@ -435,8 +436,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": Family(
         _LAYER | {"shared_expert": "mlp.shared_expert"},
-        qkv_bias=True,
-        defaults={**_QWEN_WINDOWS, "shared_expert_gate": True},
+        aliases={"attention_bias": "qkv_bias"},
+        output_bias=False,
+        defaults={**_QWEN_WINDOWS, "qkv_bias": True, "shared_expert_gate": True},
     ),
     "OlmoeForCausalLM": Family(structure=JOINT_NORMS, defaults={"rms_norm_eps": 1e-5}),
     "Dots1ForCausalLM": Family(

@@ -83,6 +83,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         fields.values |= granite_hybrid_fields(fields)
     if name == "GemmaForCausalLM" and fields.values["hidden_act"] == "gelu":
         fields.values["hidden_act"] = "gelu_pytorch_tanh"  # which the first files mean
+    if name == "Dots1ForCausalLM" and fields.values.get("scoring_func") == "noaux_tc":
+        fields.values["scoring_func"] = "sigmoid"  # with a bias for the choice
     stored_layers: StoredLayers = ()
     if family.structure is NEMOTRON_H:
         stored_layers = prepare_nemotron_h(fields)
@@ -120,6 +122,9 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     if latent is not None:
         structure = replace(structure, interleaved_rope=fields.get("rope_interleave", bool, True))
     attention_bias = fields.get("attention_bias", bool, False)
+    output_bias = attention_bias and family.output_bias
+    if "attention_out_bias" in family.defaults:
+        output_bias = fields.get("attention_out_bias", bool)
     epsilon = family.epsilon or ("layer_norm_eps" if family.structure.norm == "layer_norm" else "rms_norm_eps")
     scalar = fields.get("query_pre_attn_scalar", float, None, minimum=1e-3)
     unrotated = unrotated_layers(fields, name, family, windows, num_layers)
@@ -151,9 +156,13 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         stored_layers=stored_layers,
         gated=family.gated,
         activation=family.activation
-        or activation(fields, "hidden_act" if fields.values.get("hidden_activation") is None else "hidden_activation"),
-        qkv_bias=fields.get("qkv_bias", bool, family.qkv_bias) or attention_bias,
-        output_bias=fields.get("attention_out_bias", bool, attention_bias and family.output_bias),
+        or activation(
+            fields,
+            "hidden_act" if fields.values.get("hidden_activation") is None else "hidden_activation",
+            gated=family.gated,
+        ),
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=output_bias,
         mlp_bias=fields.get("mlp_bias", bool, False),
         attention_scale=rope.attention_scale if scalar is None else scalar**-0.5,
         attention_softcap=fields.get("attn_logit_softcapping", float, 0.0, minimum=0.0),
@@ -181,14 +190,14 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "hidden_act", "silu")  # which it resembles
         require(fields, "swiglu_alpha", 1.702)
         require(fields, "swiglu_limit", 7.0)
-    if name.startswith(("Gemma2", "Gemma3")):
+    if name.startswith(("GemmaFor", "Gemma2", "Gemma3")):
         require(fields, "use_bidirectional_attention", False)
     if name.startswith(("Qwen3_5Moe", "Qwen3VLMoe")):
         require(fields, "norm_topk_prob", True)
     if name == "CohereForCausalLM":
         require(fields, "use_qk_norm", False)
-    if name == "GemmaForCausalLM":
-        require(fields, "use_bidirectional_attention", False)
+    if name == "ArceeForCausalLM":
+        require(fields, "hidden_act", "relu2")
     if name == "StableLmForCausalLM":
         require(fields, "qk_layernorm", False)
         require(fields, "use_parallel_residual", False)

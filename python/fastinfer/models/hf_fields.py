@@ -32,11 +32,12 @@ def require(fields: JsonFields, key: str, expected: object) -> None:
         raise UnsupportedModelError(f"{fields.path}: {key} must be {expected!r}, got {value!r:.80}")
 
 
-def activation(fields: JsonFields, key: str) -> str:
-    """Return the activation that the files call by another name."""
+def activation(fields: JsonFields, key: str, *, gated: bool = True) -> str:
+    """Return the activation of an MLP that the files call by another name."""
     name = fields.get(key, str, "silu")
-    if name not in ACTIVATIONS:
+    known = [other for other, ours in ACTIVATIONS.items() if gated or ours != "silu"]
+    if name not in known:
         raise UnsupportedModelError(
-            f"{fields.path}: {key} {name!r} is not implemented; supported are {', '.join(ACTIVATIONS)}"
+            f"{fields.path}: {key} {name!r} is not implemented; supported are {', '.join(known)}"
         )
     return ACTIVATIONS[name]

@@ -27,7 +27,7 @@ def gpt2_config(fields: JsonFields) -> ModelConfig:
         vocab_size=size("vocab_size"),
         max_position=size("n_positions"),
         norm_eps=fields.get("layer_norm_epsilon", float, 1e-5, minimum=0.0, maximum=1.0),
-        activation=activation(fields, "activation_function"),
+        activation=activation(fields, "activation_function", gated=False),
         gated=False,
         norm="layer_norm",
         qkv_bias=True,

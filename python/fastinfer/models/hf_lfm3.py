@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_SIZE, ModelConfig
+from fastinfer.models.hf_fields import require
 from fastinfer.models.hf_rope import local_theta, proportional_rope
 from fastinfer.models.hf_states import CONV, FULL, SLIDING
 from fastinfer.models.structure import LFM3, Structure
@@ -21,7 +22,12 @@ def prepare_lfm3(fields: JsonFields) -> None:
 
 
 def lfm3_structure(fields: JsonFields) -> Structure:
-    """Return the structure of the layers."""
+    """Return the structure of the layers.
+
+    Raises:
+        UnsupportedModelError: attention has biases.
+    """
+    require(fields, "attention_bias", False)
     structure = replace(LFM3, post_norms=fields.get("use_sandwich_norm", bool))
     if fields.get("use_attention_gate", bool):
         return structure

@@ -37,7 +37,8 @@ class Rope:
         parameters = fields.object(key)
         full = parameters.object("full_attention") if parameters else None
         local = parameters.object("sliding_attention") if parameters else None
-        if full or local:  # separate for the two kinds of layers
+        self._by_kind = bool(full or local)
+        if self._by_kind:  # separate for the two kinds of layers
             if full is None:
                 raise CheckpointFormatError(f"{fields.path}: {key}.full_attention is missing")
             parameters = full
@@ -95,8 +96,11 @@ class Rope:
         # With text alone a token has the same position in all dimensions of mrope.
         if kind in ("default", "none", "mrope"):
             return ops.RopeScaling()
-        trained = scaling.get("original_max_position_embeddings", int, positions, minimum=1, maximum=MAX_SIZE)
-        trained = fields.get("original_max_position_embeddings", int, trained, minimum=1, maximum=MAX_SIZE)
+        key, limits = "original_max_position_embeddings", {"minimum": 1, "maximum": MAX_SIZE}
+        outer = fields.get(key, int, None, **limits)
+        trained = scaling.get(key, int, positions if outer is None else outer, **limits)
+        if outer is not None and not self._by_kind:
+            trained = outer
         attention_factor = scaling.get("attention_factor", float, None, minimum=0.0)
         if kind in ("longrope", "su"):
             half = self.dim // 2
@@ -157,7 +161,12 @@ def local_theta(fields: JsonFields, default: dict[str, object]) -> float:
 
 def _settings_of(fields: JsonFields, kind: str, default: dict[str, object]) -> JsonFields:
     """Return the rotary settings of a kind of layer, of the only type that such layers have."""
-    parameters = fields.object("rope_parameters")
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    parameters = fields.object(key)
+    if parameters is not None and not all(isinstance(value, dict) for value in parameters.values.values()):
+        raise UnsupportedModelError(
+            f"{fields.path}: {key} must be for each kind of layer, got {parameters.values!r:.80}"
+        )
     settings = None if parameters is None else parameters.object(kind)
     if settings is None:
         settings = JsonFields(fields.path, default, fields.error)

@@ -118,8 +118,8 @@ def _sizes(weight: CalibratedWeight, config: ModelConfig) -> list[int]:
     if part == "in_proj_qkv":
         assert isinstance(config.states, LinearAttentionConfig)
         return [config.states.conv_dim, config.states.value_size]
-    kv = {"k_proj": config.kv_size(layer), "v_proj": config.kv_size(layer)}
-    return [kv.get(split_name(name)[1], config.q_size(layer)) for name in weight.names]
+    sizes = {"k_proj": config.kv_size(layer), "v_proj": config.kv_size(layer), "output_gate": config.gate_size(layer)}
+    return [sizes.get(split_name(name)[1], config.q_size(layer)) for name in weight.names]
 
 
 def _interleave_gates(layer: QuantizedLayer, config: ModelConfig) -> None:
