@@ -269,6 +269,7 @@ def test_names_of_settings(tmp_path: Path) -> None:
     """Those of other families mean nothing, and some families have two for one setting."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     assert read(tmp_path, "Qwen2ForCausalLM", qkv_bias=False).qkv_bias
+    assert not read(tmp_path, "Qwen2ForCausalLM", attention_bias=True).output_bias
     assert not read(tmp_path, "LlamaForCausalLM", qkv_bias=True, attention_out_bias=True).qkv_bias
     assert not read(tmp_path, "LlamaForCausalLM", attention_out_bias=True).output_bias
     for flag in (False, True):

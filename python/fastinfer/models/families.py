@@ -337,14 +337,16 @@ _LFM3 = replace(
 )
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _QWEN2_VL = Family(
-    qkv_bias=True, defaults={**_QWEN_WINDOWS, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+    qkv_bias=True,
+    output_bias=False,
+    defaults={**_QWEN_WINDOWS, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
 )
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": _MISTRAL,
     "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5, "sliding_window": None}),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, defaults=_QWEN_WINDOWS),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, defaults=_QWEN_WINDOWS),
     "Qwen3ForCausalLM": Family(structure=HEAD_NORMS, defaults=_QWEN_WINDOWS),
     "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None}),
     "MinistralForCausalLM": _MISTRAL,

@@ -24,6 +24,14 @@ NAMES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "arcee": ("ArceeForCausalLM", "arcee"),
+    "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
+    "starcoder2": ("Starcoder2ForCausalLM", "starcoder2"),
+    "stablelm": ("StableLmForCausalLM", "stablelm"),
+    "gemma": ("GemmaForCausalLM", "gemma"),
+    "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "exaone4": ("Exaone4ForCausalLM", "exaone4"),
@@ -107,7 +115,9 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
     }
     if config.mlp_bias:
         values["mlp_bias"] = True
-    return values if family.qkv_bias else values | {"attention_bias": config.qkv_bias}
+    if not family.qkv_bias:
+        values[family.aliases.get("attention_bias", "attention_bias")] = config.qkv_bias
+    return values
 
 
 def _positions(config: ModelConfig) -> dict[str, Any]:
