@@ -32,10 +32,10 @@ WORKLOADS = {"decode": Workload(1, 32, 17, "decode"), "prefill": Workload(1, 512
 
 def prepare(folder: Path, kind: str, args: argparse.Namespace) -> None:
     """Write the model's files that do not exist yet."""
-    if not gguf_path(folder).exists():
+    if not (folder / "tokenizer.json").exists():
         write_model(folder, kind)
     target = gguf_path(folder, args.weights)
-    if not target.exists():
+    if gguf_path(folder).exists() and not target.exists():
         quantize(gguf_path(folder), target, args.weights, args.peer)
 
 
@@ -49,6 +49,9 @@ def start(folder: Path, args: argparse.Namespace) -> Comparison:
         python = args.peer if name == "llama_cpp" else sys.executable
         reads_file = name == "llama_cpp" or args.weights != "bf16"
         model = gguf_path(folder, args.weights) if reads_file else folder
+        if not model.exists():
+            comparison.skip(name, "GGUF does not have this kind of model")
+            continue
         try:
             comparison.peers[name] = Peer(engine, python, settings | {"model": str(model)}, args.turn_limit_s)
         except PeerError as error:

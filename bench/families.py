@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.families import make_model
-from support.gguf_model_file import write_gguf
+from support.gguf_model_file import ARCHITECTURES, write_gguf
 from support.tiny_folder import write_byte_tokenizer
 
 VOCAB_SIZE, MAX_TOKENS = 16384, 1024
@@ -36,7 +36,7 @@ LINEAR = {
     "linear_value_head_dim": 128,
 }
 # Name to family in tests/support/families.py and its sizes: Qwen3.5, its mixture of experts, Gemma 4, DeepSeek-V2-Lite,
-# LFM2, Granite 4 and gpt-oss.
+# LFM2, LFM3, Granite 4 and gpt-oss.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated-delta-net": ("qwen3.5", LINEAR | {"intermediate_size": 6144}),
     "gated-delta-net-experts": (
@@ -95,6 +95,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 8,
         },
     ),
+    "long-short-convolution": (
+        "lfm3",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 7680,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 256,
+        },
+    ),
     "mamba2": (
         "granite-hybrid-dense",
         {
@@ -133,7 +145,7 @@ def gguf_path(folder: Path, weights: str = "bf16") -> Path:
 
 
 def write_model(folder: Path, kind: str, sizes: dict[str, Any] | None = None) -> None:
-    """Write a folder and the GGUF file beside it, with tokenizers of bytes; matrices are in bf16.
+    """Write a folder and, if GGUF has the family, the file beside it, with tokenizers of bytes; matrices are in bf16.
 
     The experts of gpt-oss are in MXFP4.
 
@@ -153,6 +165,8 @@ def write_model(folder: Path, kind: str, sizes: dict[str, Any] | None = None) ->
     else:
         model.save_pretrained(folder)
     write_byte_tokenizer(folder)
+    if model.config.model_type not in ARCHITECTURES:
+        return
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pair = letters[0] + letters[1]
     unused = [f"<unused{i}>" for i in range(model.config.vocab_size - len(letters) - 1)]

@@ -36,6 +36,12 @@ def test_the_folder_and_the_gguf_file_have_the_same_weights(kind: str, tmp_path:
     assert (from_file - from_folder).abs().max() < 1e-3
 
 
+def test_a_kind_that_gguf_does_not_have(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "long-short-convolution", SIZES | {"head_dim": 32, "num_hidden_layers": 3})
+    assert not gguf_path(tmp_path / "model").exists()
+    assert load(tmp_path / "model").config.states is not None
+
+
 def test_ratios_are_those_of_each_round() -> None:
     """The machine gets slower by ten, and both with it."""
 
