@@ -308,7 +308,7 @@ def test_lfm3(tmp_path: Path) -> None:
 
 
 def test_a_trained_length_beside_settings_by_kind_of_layer(tmp_path: Path) -> None:
-    """That of the kind counts, as in transformers; without kinds, the one beside them."""
+    """The length of the kind counts, as in transformers; without kinds, the one beside the settings."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     nested = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     outer = {"original_max_position_embeddings": 100, "sliding_window": 8, "rope_theta": None}

@@ -101,7 +101,7 @@ def test_keys_and_values_that_require_grad_are_refused(wants: str) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_queries_that_are_in_the_order_of_heads(kv_heads: int, batch: int, length: int) -> None:
-    """As after a rotation of a part of each head."""
+    """The order of the queries is that after a rotation of a part of each head."""
     q, k = torch.randn(batch, 4, length, 64).transpose(1, 2), torch.randn(batch, kv_heads, 5, 64)
     assert torch.equal(dense_cache_attention(q, k, k), dense_cache_attention(q.contiguous(), k, k))
 

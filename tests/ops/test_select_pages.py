@@ -150,7 +150,7 @@ def test_threads() -> None:
 
 
 def test_queries_that_see_nothing(device: str) -> None:
-    """Where a sequence has more queries than positions, its first ones have no pages."""
+    """The first queries of a sequence have no pages if it has more queries than positions."""
     batch = make_batch([(5, 2), (1, 20)], device=device)
     _, lens = ops.select_pages(batch.q, bounds_of(batch), *ragged(batch), 16, 4)
     assert lens.tolist() == [0, 0, 0, 1, 2, 20]

@@ -338,7 +338,7 @@ class Weather(BaseModel):
 
 
 def test_structured_outputs(agent_url: str) -> None:
-    """What the package makes of a class is obeyed, at once and in a stream."""
+    """The schema that the package makes of a class is obeyed, at once and in a stream."""
     pytest.importorskip("llguidance")
     with anthropic.Anthropic(base_url=agent_url, api_key="secret", max_retries=0, timeout=30) as client:
         fields: Any = {"model": "toy", "max_tokens": 500, "messages": ASK, "output_format": Weather}

@@ -148,8 +148,8 @@ class BatchInputs:
         dense_size = 0 if sparse_pages is None else max_seqs  # of prompts, beside tokens with sparse attention
         window_size = max_seqs if has_window_lens else 0
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
-        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1] + dense_size
-        ints += window_size
+        sizes = [*state_sizes, last_sizes[1], dense_size, window_size]
+        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(sizes)
         self._table_start = 8 * longs + 4 * ints
         num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
         self._host = np.zeros(num_bytes, np.uint8) if allocate is None else allocate(num_bytes)
@@ -160,7 +160,6 @@ class BatchInputs:
             wide, ends
         )
         self._slot_mappings, self._feature_slots = slots, places.reshape(2, -1)
-        sizes = [*state_sizes, last_sizes[1], dense_size, window_size]
         ends = np.cumsum([*sizes, max_tokens, max_logits, 4 * max_logits, max_seqs])
         parts = np.split(narrow, ends)
         self._state_reads, self._state_writes, last_ints, self._dense_lens, self._window_lens, *others = parts

@@ -104,7 +104,7 @@ class Family:
         defaults: values of config.json that its writers may leave out. Families whose layers may have a window have
             ``sliding_window`` among them; that of other families' files has no meaning.
         structure: structure of the layers.
-        aliases: names of settings in other families, with those in this one.
+        aliases: usual names of settings, with other names that this family's files may have, and that come first.
         activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; ``None`` if config.json says it.
         gated: whether the MLP has a gate.
         qkv_bias: whether Q, K and V have a bias where config.json does not say so.
@@ -223,7 +223,6 @@ _GEMMA4_UNIFIED = replace(
     },
 )
 _SLIDING = {"sliding_window": 4096}
-_WIDE_SLIDING = {"sliding_window": 8192}
 _MISTRAL = Family(defaults={"num_key_value_heads": 8, **_SLIDING})
 # One setting for all biases.
 _ONE_BIAS = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
@@ -350,7 +349,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(structure=HEAD_NORMS, defaults=_QWEN_WINDOWS),
     "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None}),
     "MinistralForCausalLM": _MISTRAL,
-    "CwmForCausalLM": Family(defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, **_WIDE_SLIDING}),
+    "CwmForCausalLM": Family(
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 8192}
+    ),
     "SeedOssForCausalLM": Family(
         defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True, "attention_out_bias": False}
     ),
@@ -596,6 +597,13 @@ FAMILIES: dict[str, Family] = {
         | {"attention_norm": "norm", "mlp_norm": "norm"},
         top=_TOP | {"embedding": "model.embeddings", "norm": "model.norm_f"},
         structure=NEMOTRON_H,
+        # Names that files of other programs have, and that come first in transformers.
+        aliases={
+            "n_groups": "mamba_n_groups",
+            "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias",
+            "time_step_min": "mamba_dt_min",
+        },
         activation="relu2",
         gated=False,
         sigmoid_router=True,

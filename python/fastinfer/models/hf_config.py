@@ -225,19 +225,14 @@ def _factors(fields: JsonFields, name: str, head_dim: int) -> dict[str, Any]:
     def factor(key: str, default: float) -> float:
         return fields.get(key, float, default, minimum=1e-6, maximum=1e6)
 
-    if name == "HyperCLOVAXForCausalLM":
+    is_granite = name.startswith("Granite")
+    if is_granite or name == "HyperCLOVAXForCausalLM":
+        logits_scaling = factor("logits_scaling", 1.0)
         return {
             "embedding_scale": factor("embedding_multiplier", 1.0),
             "residual_scale": factor("residual_multiplier", 1.0),
-            "attention_scale": factor("attention_multiplier", head_dim**-0.5),
-            "logits_scale": factor("logits_scaling", 1.0),
-        }
-    if name.startswith("Granite"):
-        return {
-            "embedding_scale": factor("embedding_multiplier", 1.0),
-            "residual_scale": factor("residual_multiplier", 1.0),
-            "attention_scale": factor("attention_multiplier", 1.0),
-            "logits_scale": 1.0 / factor("logits_scaling", 1.0),
+            "attention_scale": factor("attention_multiplier", 1.0 if is_granite else head_dim**-0.5),
+            "logits_scale": 1.0 / logits_scaling if is_granite else logits_scaling,
         }
     if name == "MuseGlimmerForConditionalGeneration":
         return {

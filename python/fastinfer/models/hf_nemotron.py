@@ -15,13 +15,6 @@ from fastinfer.models.state_config import Mamba2Config
 from fastinfer.models.stored_layers import MLPS, StoredLayers, joined_layers
 
 _KINDS = {"M": MAMBA, "*": FULL, "-": "mlp", "E": "moe", "mamba": MAMBA, "attention": FULL}
-# Names that files of other programs have, and that come first in transformers.
-_OTHER_NAMES = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_dt_min": "time_step_min",
-}
 _NAMES = Mamba2Names(
     num_heads="mamba_num_heads",
     head_dim="mamba_head_dim",
@@ -52,7 +45,6 @@ def prepare_nemotron_h(fields: JsonFields) -> StoredLayers:
         ("sliding_window", None),
     ):
         require(fields, key, expected)
-    fields.values |= {name: fields.values[other] for other, name in _OTHER_NAMES.items() if other in fields.values}
     kinds = _kinds(fields)
     layers = joined_layers(kinds, f"{fields.path}: layers_block_type")
     size = Sizes(fields)

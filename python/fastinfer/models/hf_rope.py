@@ -33,8 +33,7 @@ class Rope:
         if family.structure in (GEMMA4, LFM3):  # whose settings are read later
             self.dim, self.theta, self.local_theta, self.scaling = head_dim, 10000.0, None, ops.RopeScaling()
             return
-        key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"  # the older name comes first
-        parameters = fields.object(key)
+        key, parameters = _rotary_fields(fields)
         full = parameters.object("full_attention") if parameters else None
         local = parameters.object("sliding_attention") if parameters else None
         self._by_kind = bool(full or local)
@@ -96,11 +95,9 @@ class Rope:
         # With text alone a token has the same position in all dimensions of mrope.
         if kind in ("default", "none", "mrope"):
             return ops.RopeScaling()
-        key, limits = "original_max_position_embeddings", {"minimum": 1, "maximum": MAX_SIZE}
-        outer = fields.get(key, int, None, **limits)
-        trained = scaling.get(key, int, positions if outer is None else outer, **limits)
-        if outer is not None and not self._by_kind:
-            trained = outer
+        trained = positions
+        for source in (fields, scaling) if self._by_kind else (scaling, fields):  # the last that has it counts
+            trained = source.get("original_max_position_embeddings", int, trained, minimum=1, maximum=MAX_SIZE)
         attention_factor = scaling.get("attention_factor", float, None, minimum=0.0)
         if kind in ("longrope", "su"):
             half = self.dim // 2
@@ -159,10 +156,15 @@ def local_theta(fields: JsonFields, default: dict[str, object]) -> float:
     return _settings_of(fields, "sliding_attention", default).get("rope_theta", float, minimum=1.001)
 
 
+def _rotary_fields(fields: JsonFields) -> tuple[str, JsonFields | None]:
+    """Return the name of the rotary settings, the older one first, and the settings, if there are any."""
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    return key, fields.object(key)
+
+
 def _settings_of(fields: JsonFields, kind: str, default: dict[str, object]) -> JsonFields:
     """Return the rotary settings of a kind of layer, of the only type that such layers have."""
-    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    parameters = fields.object(key)
+    key, parameters = _rotary_fields(fields)
     if parameters is not None and not all(isinstance(value, dict) for value in parameters.values.values()):
         raise UnsupportedModelError(
             f"{fields.path}: {key} must be for each kind of layer, got {parameters.values!r:.80}"

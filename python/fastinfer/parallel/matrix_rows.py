@@ -48,8 +48,9 @@ def adapter_rows(division: Division, layer: int, module: str) -> Tensor | None:
         return None
     rows = divided_rows(division, name.removesuffix("_dt"))
     if division.config.output_gate and part in ("q_proj", "output_gate"):
-        size = 1 if part == "output_gate" and division.config.head_gate else division.config.kv_shape(layer).head_dim
-        rows = [Rows(division.query_heads(), division.config.num_heads, size)]
+        config = division.config
+        size = config.gate_size(layer) if part == "output_gate" else config.q_size(layer)
+        rows = [Rows(division.query_heads(), config.num_heads, size // config.num_heads)]
     elif part in ("in_proj", "in_proj_dt") and isinstance(division.config.states, Mamba2Config):
         rows = rows[:-1] if part == "in_proj" else rows[-1:]
     return rows_of_rank(rows, division.rank) if rows else None
@@ -110,7 +111,7 @@ def divided_rows(division: Division, name: str) -> list[Rows]:
         return [Rows(division.kv_heads(layer), config.kv_shape(layer).num_heads, head_dim)]
     # The file's query projection has the gates, too, unless they are a projection of their own.
     num_halves = 2 if config.output_gate and not config.separate_gate else 1
-    gate_size = 1 if config.head_gate else head_dim
+    gate_size = config.gate_size(layer) // config.num_heads
     size = {"q_proj": num_halves * head_dim, "output_gate": gate_size, "sinks": 1}.get(part)
     return [Rows(heads, config.num_heads, size)] if size else []
 

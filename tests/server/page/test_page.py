@@ -294,13 +294,18 @@ def test_settings_are_sent(page: Browser, server: FakeOpenAI) -> None:
     assert server.requests[-1]["model"] == "my-lora"
 
 
+def enter_key(window: Browser) -> None:
+    """Type the key into the dialog that is open, and wait until the page has the models."""
+    window.type("[name=key]", "secret-key")
+    window.click("#settings button.main")
+    window.wait("document.querySelector('#model').options.length")
+
+
 def test_a_key_is_asked_for_and_forgotten_with_the_tab(window: Browser, server: FakeOpenAI) -> None:
     server.api_key = "secret-key"
     window.open(server.url)
     window.wait("document.querySelector('#settings').open")
-    window.type("[name=key]", "secret-key")
-    window.click("#settings button.main")
-    window.wait("document.querySelector('#model').options.length")
+    enter_key(window)
     ask(window, "Hi")
     assert window.text(LAST) == "Hello."
     assert window.run("return sessionStorage.getItem('fastinfer key')") == "secret-key"
@@ -316,9 +321,7 @@ def test_the_settings_survive_a_wrong_key(window: Browser, server: FakeOpenAI) -
     window.click("#settings button.main")
     window.open(server.url)
     window.wait("document.querySelector('#settings').open")
-    window.type("[name=key]", "secret-key")
-    window.click("#settings button.main")
-    window.wait("document.querySelector('#model').options.length")
+    enter_key(window)
     ask(window, "Hi")
     assert server.requests[0]["messages"][0] == {"role": "system", "content": "Be brief."}
 
@@ -329,9 +332,7 @@ def test_a_list_of_models_that_is_refused_is_reported(window: Browser, server: F
     window.wait("document.querySelector('#settings').open")
     assert window.text("#banner") == "wrong API key"
     assert visible(window, "#banner")
-    window.type("[name=key]", "secret-key")
-    window.click("#settings button.main")
-    window.wait("document.querySelector('#model').options.length")
+    enter_key(window)
     assert not visible(window, "#banner")
 
 
