@@ -44,7 +44,7 @@ def test_result_from_samples() -> None:
     assert result.first_token_s == 0.5
     assert result.prompt_tokens_per_s == 200
     assert math.isclose(result.decode_tokens_per_s, 10)
-    assert result.gap_s == {50: 0.1, 95: 0.3, 99: 0.3}
+    assert result.inter_token_s == {50: 0.1, 95: 0.3, 99: 0.3}
     assert result.throughput_tokens_per_s == 24
 
 
@@ -87,7 +87,7 @@ def test_an_output_may_have_several_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(end_to_end, "time", clock)
     [result] = end_to_end.measure(Speculative("model"), [5], 4, 1, 1, progress=False)  # type: ignore[arg-type]
     assert (result.first_token_s, result.decode_tokens_per_s) == (1.0, 1.5)
-    assert result.gap_s == {50: 2.0, 95: 2.0, 99: 2.0}
+    assert result.inter_token_s == {50: 2.0, 95: 2.0, 99: 2.0}
     assert result.throughput_tokens_per_s == 4 / 3
 
 

@@ -52,7 +52,7 @@ class Result:
         prompt_tokens_per_s: prompt length divided by the time to the first token.
         decode_tokens_per_s: rate of a single request from its first token to its last.
         first_token_s: median time to the first token.
-        gap_s: percentile to seconds between outputs.
+        inter_token_s: percentile to seconds between outputs.
         throughput_tokens_per_s: generated tokens of a batch divided by the time until its last request has finished.
         single: samples of single requests.
         batch_s: seconds of each batch.
@@ -62,7 +62,7 @@ class Result:
     prompt_tokens_per_s: float
     decode_tokens_per_s: float
     first_token_s: float
-    gap_s: dict[int, float]
+    inter_token_s: dict[int, float]
     throughput_tokens_per_s: float
     single: list[Single]
     batch_s: list[float]
@@ -76,7 +76,7 @@ class Result:
             prompt_tokens_per_s=prompt_tokens / first_token_s,
             decode_tokens_per_s=statistics.median(run.num_decoded / sum(run.gaps_s) for run in single),
             first_token_s=first_token_s,
-            gap_s={p: percentile(gaps, p) for p in PERCENTILES},
+            inter_token_s={p: percentile(gaps, p) for p in PERCENTILES},
             throughput_tokens_per_s=batch_tokens / statistics.median(batch_s),
             single=single,
             batch_s=batch_s,
@@ -164,7 +164,7 @@ def _rows(results: list[Result], requests: int) -> list[list[str]]:
     for r in results:
         row = [str(r.prompt_tokens), f"{r.prompt_tokens_per_s:.0f}", f"{r.first_token_s * 1e3:.1f}"]
         row.append(f"{r.decode_tokens_per_s:.1f}")
-        row += [f"{r.gap_s[p] * 1e3:.2f}" for p in PERCENTILES]
+        row += [f"{r.inter_token_s[p] * 1e3:.2f}" for p in PERCENTILES]
         rows.append([*row, f"{r.throughput_tokens_per_s:.1f}"])
     return rows
 
@@ -182,7 +182,7 @@ def _plot(path: Path, title: str, results: list[Result]) -> Path:
     decode.plot(lengths, [result.throughput_tokens_per_s for result in results], "o-", label="all requests at once")
     decode.set_title("Generation, tokens/s")
     for p in PERCENTILES:
-        latency.plot(lengths, [result.gap_s[p] * 1e3 for result in results], "o-", label=f"p{p}")
+        latency.plot(lengths, [result.inter_token_s[p] * 1e3 for result in results], "o-", label=f"p{p}")
     latency.set_title("Between outputs, 1 request, ms")
     for axes in (prompt, decode, latency):
         axes.set_xlabel("prompt tokens")
