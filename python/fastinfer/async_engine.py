@@ -130,6 +130,11 @@ class AsyncEngine:
         return self._engine.max_model_len
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model reads images."""
+        return self._engine.image_encoder is not None
+
+    @property
     def default_params(self) -> SamplingParams:
         """Sampling parameters of requests that give none, see :attr:`fastinfer.LLM.default_params`."""
         return self._engine.default_params

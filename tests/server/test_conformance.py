@@ -28,7 +28,7 @@ COMPLETION = {
     f"CompletionChoice.{name}" for name in ("stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
 }
 RESPONSE = {"Response.store"}  # OpenAI's server sends it
-MODEL = {"Model.root", "Model.parent", "Model.max_model_len"}
+MODEL = {"Model.root", "Model.parent", "Model.input_modalities", "Model.max_model_len"}
 
 Client = httpx.AsyncClient
 

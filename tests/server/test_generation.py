@@ -80,7 +80,8 @@ def test_probes_and_models() -> None:
                 assert (await client.get(path)).status_code == 200, path
             listed = (await client.get("/v1/models")).json()["data"]
             assert [model["id"] for model in listed] == [NAME, "toy"]
-            assert (await client.get(f"/v1/models/{NAME}")).json()["max_model_len"] == 96
+            model = (await client.get(f"/v1/models/{NAME}")).json()
+            assert (model["max_model_len"], model["input_modalities"]) == (96, ["text"])
             missing = await client.get("/v1/models/none")
             assert missing.status_code == 404
             assert missing.json()["error"]["code"] == "model_not_found"

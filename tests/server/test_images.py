@@ -56,6 +56,15 @@ def post(folder: Path, *requests: tuple[str, dict[str, Any]], **settings: Any) -
     return asyncio.run(main())
 
 
+def test_the_model_says_that_it_reads_images(folder: Path) -> None:
+    async def main() -> None:
+        async with toy_client(engine=lambda: load(folder).engine) as client:
+            models = (await client.get("/v1/models")).json()["data"]
+            assert all(model["input_modalities"] == ["text", "image"] for model in models)
+
+    asyncio.run(main())
+
+
 def test_the_interfaces_give_the_text_of_the_library(folder: Path) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "Look: "}, {"type": "image", "image": PICTURE}]}
     output = load(folder).chat([message], SamplingParams(temperature=0.0, max_tokens=12))

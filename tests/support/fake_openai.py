@@ -39,6 +39,7 @@ class FakeOpenAI:
         num_disconnects: answers that the client did not take to their end.
         api_key: what requests must have, or ``None``.
         limit: longest context of the first model, or ``None`` while it is not known.
+        modalities: what the first model reads, or ``None`` while it is not known.
         refusals: messages of the errors 503 that the next requests get, one each.
     """
 
@@ -48,6 +49,7 @@ class FakeOpenAI:
         self.num_disconnects = 0
         self.api_key: str | None = None
         self.limit: int | None = 2048
+        self.modalities: list[str] | None = ["text"]
         self.refusals: list[str] = []
         owner = self
 
@@ -64,7 +66,8 @@ class FakeOpenAI:
                         self._send(200, b"")
                     case "/v1/models":
                         if not self._is_refused():
-                            models = [{"id": "toy-135m", "max_model_len": owner.limit}, {"id": "my-lora"}]
+                            first = {"max_model_len": owner.limit, "input_modalities": owner.modalities}
+                            models = [{"id": "toy-135m", **first}, {"id": "my-lora"}]
                             self._send(200, json.dumps({"object": "list", "data": models}).encode())
                     case _:
                         self._send(404, b"{}")

@@ -1,9 +1,12 @@
 """The chat page in a real Chromium, against a server whose answers the tests write."""
 
+import base64
 import json
 import random
 import re
+import struct
 import time
+import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,6 +118,18 @@ def test_escape_stops_and_an_empty_box_edits_the_last_message(page: Browser, ser
     assert page.run("return document.activeElement.value") == "First"
     page.press("Escape")
     assert page.text(".bubble") == "First"
+
+
+def test_escape_empties_the_search_before_it_stops(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: text_answer("word " * 10_000, 5, 0.01)
+    ask(page, "First", f"document.querySelector('{LAST}')?.textContent.length > 20")
+    page.click("#search")
+    page.type("#search", "x")
+    page.press("Escape")
+    assert page.run("return document.querySelector('#search').value") == ""
+    assert visible(page, "#stop")
+    page.press("Escape")
+    page.wait(DONE)
 
 
 def test_versions_of_answers_and_of_questions(page: Browser, server: FakeOpenAI) -> None:
@@ -558,11 +573,100 @@ def test_files_are_attached(page: Browser, server: FakeOpenAI) -> None:
     names = "[...document.querySelectorAll('#files .file')].map((n) => n.textContent).sort().join()"
     page.wait(f"{names} === 'Pasted text,notes.txt'")
     page.wait("window.alerted")
-    assert page.run("return alerted") == "binary.bin is no text file\nhuge.txt is larger than 1 MB"
+    reasons = ["binary.bin is neither a text file nor an image", "huge.txt is larger than 1 MB"]
+    assert page.run("return alerted").split("\n") == reasons
     page.click('[aria-label="Remove Pasted text"]')
     ask(page, "Summarise")
     assert server.requests[0]["messages"][0]["content"] == "File: notes.txt\n```\none two\n```\n\nSummarise"
     assert page.text(".message .file") == "notes.txt"
+
+
+def attach_image(page: Browser, name: str, size: int | None = None) -> None:
+    """Drop a PNG of 2 x 1 pixels on the page, or a file of some bytes that calls itself one."""
+    page.run(
+        """window.alerted = null;
+        window.alert = (text) => { window.alerted = text; };
+        const bytes = arguments[2] === null ? Uint8Array.fromBase64(arguments[1]) : new Uint8Array(arguments[2]);
+        const data = new DataTransfer();
+        data.items.add(new File([bytes], arguments[0], { type: "image/png" }));
+        document.querySelector("#main").dispatchEvent(
+            new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));""",
+        name, base64.b64encode(png()).decode(), size,
+    )  # fmt: skip
+
+
+def png() -> bytes:
+    """A PNG of 2 x 1 grey pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0\x40\x80")) + chunk(b"IEND", b"")
+
+
+SHOWN = "document.querySelector(arguments[0])?.naturalWidth === 2"
+
+
+def test_images_are_attached_if_the_model_reads_them(page: Browser, server: FakeOpenAI) -> None:
+    server.modalities = ["text", "image"]
+    open_page(page, server)
+    attach_image(page, "huge.png", (20 << 20) + 1)
+    page.wait("window.alerted === 'huge.png is larger than 20 MB'")
+    attach_image(page, "cat.png")
+    page.wait(SHOWN, "#files img")
+    ask(page, "What is this?")
+    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    image = {"type": "image_url", "image_url": {"url": url}}
+    assert server.requests[-1]["messages"] == [
+        {"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}
+    ]
+    attach_image(page, "cat.png")
+    page.wait(SHOWN, "#files img")
+    page.click("#send")
+    page.wait(f"document.querySelectorAll('.message').length === 4 && {DONE}")
+    assert server.requests[-1]["messages"][2] == {"role": "user", "content": [image]}
+    # Exported and imported, images stay, but not those that would be fetched.
+    page.run(
+        """const copy = structuredClone(current);
+        copy.title = "Copy";
+        Object.values(copy.messages).findLast((message) => message.files).files[0].image = "https://example.com/x.png";
+        return importFile(new File([JSON.stringify({ conversations: [copy] })], "x"));"""
+    )
+    page.click("#list li:first-child .title")
+    page.wait("document.querySelector('#heading').textContent === 'Copy'")
+    page.wait(SHOWN, ".message .file img")
+    assert page.run("return document.querySelectorAll('.message .file img').length") == 1
+    assert page.console() == []
+
+
+def test_models_of_text_alone_get_no_images(page: Browser, server: FakeOpenAI) -> None:
+    attach_image(page, "cat.png")
+    page.wait("window.alerted")
+    assert page.run("return alerted") == "cat.png is an image, and this model reads text only"
+    assert not visible(page, "#files")
+    server.modalities = None  # not known before the model is loaded
+    open_page(page, server)
+    attach_image(page, "cat.png")
+    page.wait(SHOWN, "#files img")
+
+
+def test_attached_files_stay_with_their_conversation(page: Browser, server: FakeOpenAI) -> None:
+    ask(page, "First")
+    page.run("addFiles(draftName(current), [{ name: 'notes.txt', text: 'one' }])")
+    page.run("document.querySelector('#new').click()")
+    assert not visible(page, "#files")
+    assert page.run("return document.querySelector('#send').disabled")
+    page.click("#list li:first-child .title")
+    assert page.text("#files .file") == "notes.txt"
+    page.run("document.querySelector('#send').click()")
+    page.wait(f"document.querySelectorAll('.message').length === 4 && {DONE}")
+    assert server.requests[-1]["messages"][-1]["content"] == "File: notes.txt\n```\none\n```"
+    assert not visible(page, "#files")
+    # The text of a question may go, if it has files.
+    page.run("document.querySelectorAll('.message.user')[1].querySelector('[aria-label=Edit]').click()")
+    page.press("Enter")
+    page.wait(f"document.querySelectorAll('.message.user .tools')[1].textContent.includes('2/2') && {DONE}")
 
 
 @pytest.mark.parametrize(("name", "text", "is_attached"), [
@@ -901,7 +1005,7 @@ def test_no_text_becomes_a_part_of_the_page(page: Browser, server: FakeOpenAI) -
         {"delta": {"tool_calls": [{"index": 0, "function": {"name": XSS[1], "arguments": corpus}}]}},
         {"error": {"message": corpus}},
     ]
-    page.run("files.push({ name: arguments[0], text: arguments[0] })", XSS[1])
+    page.run("addFiles(draftName(current), [{ name: arguments[0], text: arguments[0] }])", XSS[1])
     page.run("document.querySelector('#input').value = arguments[0]; send()", corpus)
     page.wait("document.querySelector('.failure')")
     file = {"name": XSS[1], "text": XSS[0]}

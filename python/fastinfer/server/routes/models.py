@@ -30,6 +30,7 @@ async def get_model(request: Request, name: str) -> Response:
 def _models(server: ServerState) -> list[dict[str, Any]]:
     engine, names = server.host.loaded, server.config.model_names
     length = None if engine is None else engine.max_model_len
+    modalities = None if engine is None else ["text", "image"] if engine.takes_images else ["text"]
     adapters = [] if engine is None else engine.adapters
 
     def describe(name: str, parent: str | None) -> dict[str, Any]:
@@ -41,6 +42,7 @@ def _models(server: ServerState) -> list[dict[str, Any]]:
             "root": names[0],
             "parent": parent,
             "max_model_len": length,
+            "input_modalities": modalities,
         }
 
     return [describe(name, None) for name in names] + [describe(name, names[0]) for name in adapters]
