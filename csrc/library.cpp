@@ -35,7 +35,8 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "norm_rotary_store(Tensor(a!) q, Tensor k, Tensor v, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, "
       "Tensor positions, Tensor cos_sin_cache, bool interleaved, Tensor(b!) k_cache, Tensor(c!) v_cache, "
-      "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor slot_mapping, bool norm_v=False) -> ()");
+      "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor slot_mapping, bool norm_v=False, "
+      "Tensor? query_scales=None) -> ()");
   m.def(
       "latent_rotary_store(Tensor q_latent, Tensor q_rope, Tensor kv, Tensor norm_weight, float eps, Tensor positions, "
       "Tensor cos_sin_cache, bool interleaved, Tensor? query_scales, Tensor(a!) cache, Tensor(b!)? scale, "

@@ -28,11 +28,6 @@ Tensor latent_rotary_store(const Tensor& q_latent, const Tensor& q_rope, const T
   check.contiguous(norm_weight, "norm_weight");
   check_rotary(check, positions, cos_sin_cache, tokens, rotary_dim);
   check.shape(cos_sin_cache, "cos_sin_cache", {kAny, rotary_dim});
-  if (query_scales) {
-    check.shape(*query_scales, "query_scales", {cos_sin_cache.size(0)});
-    check.dtype(*query_scales, "query_scales", ScalarType::Float);
-    check.contiguous(*query_scales, "query_scales");
-  }
   check.require(cache_quantization(cache) != CacheQuantization::kInt4,
                 "cache must not be uint8 (int4), whose keys and values have other groups");
   check.shape(cache, "cache", {kAny, kAny, 1, row});
@@ -47,7 +42,7 @@ Tensor latent_rotary_store(const Tensor& q_latent, const Tensor& q_rope, const T
       .norm_weight = norm_weight.data_ptr(),
       .positions = static_cast<const int64_t*>(positions.data_ptr()),
       .cos_sin_cache = static_cast<const float*>(cos_sin_cache.data_ptr()),
-      .query_scales = query_scales ? static_cast<const float*>(query_scales->data_ptr()) : nullptr,
+      .query_scales = checked_query_scales(check, query_scales, cos_sin_cache),
       .out = out.data_ptr(),
       .tokens = tokens,
       .q_rope_stride = q_rope.stride(0),

@@ -19,7 +19,7 @@ void norm_rotary_store(const Tensor& q, const Tensor& k, const Tensor& v, std::o
                        std::optional<Tensor> k_norm_weight, double eps, const Tensor& positions,
                        const Tensor& cos_sin_cache, bool interleaved, const Tensor& k_cache, const Tensor& v_cache,
                        std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, const Tensor& slot_mapping,
-                       bool norm_v) {
+                       bool norm_v, std::optional<Tensor> query_scales) {
   const Checks check("norm_rotary_store", q);
   check.shape(q, "q", {kAny, kAny, kAny});
   const int64_t tokens = q.size(0), head_dim = q.size(2);
@@ -49,6 +49,7 @@ void norm_rotary_store(const Tensor& q, const Tensor& k, const Tensor& v, std::o
       .k_norm_weight = k_weight,
       .positions = static_cast<const int64_t*>(positions.data_ptr()),
       .cos_sin_cache = static_cast<const float*>(cos_sin_cache.data_ptr()),
+      .query_scales = checked_query_scales(check, query_scales, cos_sin_cache),
       .tokens = tokens,
       .q_stride = q.stride(0),
       .k_stride = k.stride(0),

@@ -56,6 +56,19 @@ __device__ void prepare_head(const LaneGroup& group, const NormRotaryStoreParams
 }
 
 template <class T, int kCount>
+__device__ void store_query(const LaneGroup& group, const NormRotaryStoreParams& p, const float* prepared,
+                            int64_t position, T* out) {
+  const bool scaled = p.query_scales != nullptr && position >= 0 && position < p.max_position;
+  const float scale = scaled ? p.query_scales[position] : 1.0f;
+  for (int i = group.rank * kCount; i < p.cache.head_dim; i += group.lanes * kCount) {
+    float values[kCount];
+    load_floats(prepared + i, values);
+    for (int j = 0; j < kCount; ++j) values[j] *= scale;
+    store_values(out + i, values);
+  }
+}
+
+template <class T, int kCount>
 __global__ void norm_rotary_store_kernel(NormRotaryStoreParams p, int lanes) {
   grid_dependency_wait();
   grid_dependency_launch();
@@ -82,7 +95,7 @@ __global__ void norm_rotary_store_kernel(NormRotaryStoreParams p, int lanes) {
                                    : v,
                           valid ? cache.head_dim : 0, weight, is_value && p.norm_v, is_value ? -1 : p.positions[token],
                           prepared);
-  if (valid && is_query) convert_head<kCount>(group, prepared, cache.head_dim, q);
+  if (valid && is_query) store_query<T, kCount>(group, p, prepared, p.positions[token], q);
   store_head<kCount>(group, cache, prepared, is_key ? cache.k : cache.v, is_key ? cache.k_scale : cache.v_scale,
                      valid && !is_query ? slot_of(cache, token) : -1, kv_head,
                      is_key ? kInt4KeyGroup : kInt4ValueGroup);

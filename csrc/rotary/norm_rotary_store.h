@@ -15,6 +15,7 @@ struct NormRotaryStoreParams {
   const void* k_norm_weight;
   const int64_t* positions;    // [tokens]
   const float* cos_sin_cache;  // [max_position, rotary_dim]: cosines, then sines
+  const float* query_scales;   // [max_position] or null: factors of the queries at each position
   int64_t tokens;
   int64_t q_stride;
   int64_t k_stride;

@@ -28,10 +28,11 @@ void norm_rotary_store(const NormRotaryStoreParams& p) {
       float* prepared = scratch_array<float>(0, cache.head_dim);
       for (int64_t token = begin; token < end; ++token) {
         T* q = static_cast<T*>(p.q) + token * p.q_stride;
+        const float scale = p.query_scales == nullptr ? 1.0f : p.query_scales[p.positions[token]];
         for (int head = 0; head < p.q_heads; ++head, q += cache.head_dim) {
           prepare_head(p, q, p.q_norm_weight, token, prepared);
           for_each_vector(cache.head_dim, [&](int64_t i, int64_t lanes) {
-            store_lanes(q + i, load_lanes(prepared + i, lanes), lanes);
+            store_lanes(q + i, load_lanes(prepared + i, lanes) * scale, lanes);
           });
         }
         const int64_t slot = cache.slot_mapping[token];

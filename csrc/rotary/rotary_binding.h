@@ -24,4 +24,14 @@ inline void check_rotary(const Checks& check, const Tensor& positions, const Ten
   }
 }
 
+// Factors of the queries, one for each position of the table, or null.
+inline const float* checked_query_scales(const Checks& check, const std::optional<Tensor>& query_scales,
+                                         const Tensor& cos_sin_cache) {
+  if (!query_scales) return nullptr;
+  check.shape(*query_scales, "query_scales", {cos_sin_cache.size(0)});
+  check.dtype(*query_scales, "query_scales", ScalarType::Float);
+  check.contiguous(*query_scales, "query_scales");
+  return static_cast<const float*>(query_scales->data_ptr());
+}
+
 }  // namespace fastinfer

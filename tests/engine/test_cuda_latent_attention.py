@@ -30,7 +30,9 @@ SIZES = {
     "head_dim": 320,
     "rotary_dim": 64,
     "attention_scale": 0.1,
-    "latent_attention": LatentAttentionConfig(96, 256, 64, 64, 64, query_growth=0.5, query_length=20),
+    "latent_attention": LatentAttentionConfig(96, 256, 64, 64, 64),
+    "query_growth": 0.5,
+    "query_length": 20,
     "interleaved_rope": True,
 }
 CHECKPOINT = RandomCheckpoint(replace(CONFIG, **SIZES), lambda _, values: int4(values))  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ COHERE = {
     "interleaved_rope": True,
     "logits_scale": 0.25,
     "unrotated_layers": {2},
+    "query_growth": 0.5,
+    "query_length": 20,
 }
 LINEAR = {
     "state_layers": (True, False, True),
@@ -54,7 +56,9 @@ LATENT = {
     "head_dim": 80,
     "rotary_dim": 16,
     "attention_scale": 0.15,
-    "latent_attention": LatentAttentionConfig(96, 64, 32, 16, 48, query_growth=0.5, query_length=20),
+    "latent_attention": LatentAttentionConfig(96, 64, 32, 16, 48),
+    "query_growth": 0.5,
+    "query_length": 20,
     "interleaved_rope": True,
 }
 # Layers of different heads, the last two with the keys and values of the first two.

@@ -145,7 +145,7 @@ def test_positions_of_images_are_those_of_text(tmp_path: Path) -> None:
     assert (config.rope_scaling.kind, config.rope_theta, config.qkv_bias) == ("none", 1e6, True)
 
 
-def test_queries_that_grow_with_their_position_limit_the_context(tmp_path: Path) -> None:
+def test_queries_that_grow_with_their_position(tmp_path: Path) -> None:
     parameters = {
         "rope_type": "yarn",
         "rope_theta": 1e6,
@@ -156,11 +156,11 @@ def test_queries_that_grow_with_their_position_limit_the_context(tmp_path: Path)
     }
     config = read(tmp_path, "Mistral3ForConditionalGeneration", rope_parameters=parameters)
     assert (config.max_position, config.rope_scaling.attention_factor) == (131072, 1.0)
-    grown = {**parameters, "llama_4_scaling_beta": 0.1}
-    assert read(tmp_path, "Mistral3ForConditionalGeneration", rope_parameters=grown).max_position == 16384
-    assert (
-        read(tmp_path, "Ministral3ForCausalLM", rope_parameters=grown | {"rope_type": "default"}).max_position == 16384
-    )
+    assert (config.query_growth, config.query_length) == (0.0, 1)
+    for kind in ("yarn", "default"):
+        grown = {**parameters, "llama_4_scaling_beta": 0.1, "rope_type": kind}
+        config = read(tmp_path, "Mistral3ForConditionalGeneration", rope_parameters=grown)
+        assert (config.max_position, config.query_growth, config.query_length) == (131072, 0.1, 16384)
 
 
 def test_olmo3(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ def test_gguf_files_of_both_ages_are_equal(tmp_path: Path) -> None:
 def test_sizes(tmp_path: Path) -> None:
     make_model("mistral4").save_pretrained(tmp_path)
     config = HFCheckpoint(tmp_path).config
-    assert config.latent_attention == LatentAttentionConfig(56, 40, 24, 8, 20, query_growth=0.5, query_length=40)
+    assert config.latent_attention == LatentAttentionConfig(56, 40, 24, 8, 20)
+    assert (config.query_growth, config.query_length) == (0.5, 40)
     assert (config.num_kv_heads, config.head_dim, config.rotary_dim, config.max_position) == (1, 48, 8, 256)
 
 
@@ -181,6 +182,15 @@ def test_tensors_of_another_shape_are_named(name: str, shape: tuple[int, ...], t
     save_file(tensors, file)
     with pytest.raises(FastinferError, match=rf"model\.layers\.1\.self_attn\.{name}.* must have the shape"):
         load(tmp_path)
+
+
+def test_a_bias_of_the_choice_says_that_scores_are_sigmoids(tmp_path: Path) -> None:
+    """The first files of GLM-4.7-Flash do not say it otherwise."""
+    for family, scoring in (("glm4-moe-lite", "sigmoid"), ("deepseek-v2", "softmax")):
+        write_gguf(tmp_path / "model.gguf", make_model(family))
+        file = GGUFFile(tmp_path / "model.gguf")
+        file.metadata.pop("deepseek2.expert_gating_func")
+        assert GGUFCheckpoint(file).config.router.scoring == scoring
 
 
 def test_groups_of_softmax_scores_in_a_gguf_file_are_refused(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def random_case(
         "k_scale": scales[0] if cache_dtype in QUANTIZED else None,
         "v_scale": scales[1] if cache_dtype in QUANTIZED else None,
         "slot_mapping": slots,
+        "query_scales": None,
     }
 
 
@@ -65,8 +66,11 @@ def run_and_check(case: dict[str, Any]) -> None:
     before = copy_of(case)
     ops.norm_rotary_store(**case)
     rotary = [before[name] for name in ("eps", "positions", "cos_sin_cache", "interleaved")]
+    query = reference.norm_rotary(before["q"], before["q_norm_weight"], *rotary)
+    if before["query_scales"] is not None:
+        query = query * before["query_scales"][before["positions"], None, None]
     # Two rounded products and a norm: a little more than one fp32 rounding, relative to the head's mean magnitude.
-    assert_rounded(case["q"], reference.norm_rotary(before["q"], before["q_norm_weight"], *rotary), slack=5e-6)
+    assert_rounded(case["q"], query, slack=5e-6)
     assert_bitwise(case["k"], before["k"])
     assert_bitwise(case["v"], before["v"])
     key = reference.norm_rotary(before["k"], before["k_norm_weight"], *rotary)
@@ -126,6 +130,16 @@ def test_caches_and_norms(cache_dtype: torch.dtype, norm: torch.dtype | None, de
 def test_one_norm_alone(missing: str, device: str) -> None:
     case = random_case(4, 4, 2, 64, torch.bfloat16, torch.bfloat16, device, norm=torch.bfloat16)
     run_and_check(case | {missing: None})
+
+
+@pytest.mark.parametrize("norm", [None, torch.float32])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (33, 10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_of_queries(
+    dtype: torch.dtype, head_dim: int, rotary_dim: int, norm: torch.dtype | None, device: str
+) -> None:
+    case = random_case(7, 6, 3, head_dim, dtype, dtype, device, rotary_dim, norm=norm)
+    run_and_check(case | {"query_scales": torch.rand(MAX_POSITION, device=device) + 0.5})
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -247,6 +261,7 @@ def test_outside_table_and_cache(device: str, request: pytest.FixtureRequest) ->
     case = random_case(4, 2, 1, 64, torch.float32, torch.float32, device)
     case["positions"][1], case["positions"][2] = MAX_POSITION, -1
     case["slot_mapping"] = torch.tensor([0, 1, 2, NUM_BLOCKS * BLOCK_SIZE], device=device)
+    case["query_scales"] = torch.full((MAX_POSITION,), 2.0, device=device)
     if request.node.callspec.params["device"] == "cpu":
         with pytest.raises(RuntimeError, match=r"positions\[1\]"):
             ops.norm_rotary_store(**case)
@@ -275,6 +290,8 @@ BAD: dict[str, tuple[str, Tensor]] = {
     "k_cache heads": ("k_cache", torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 64)),
     "v_cache dtype": ("v_cache", torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 64).half()),
     "k_scale not wanted": ("k_scale", torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2)),
+    "query_scales length": ("query_scales", torch.zeros(MAX_POSITION - 1)),
+    "query_scales dtype": ("query_scales", torch.zeros(MAX_POSITION).double()),
     "slot past the cache": ("slot_mapping", torch.tensor([0, NUM_BLOCKS * BLOCK_SIZE, 1])),
 }
 

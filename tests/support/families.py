@@ -103,7 +103,8 @@ LATENT = {
     "v_head_dim": 20,
 }
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
-GROWING = {**MSCALE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 40}
+GROWTH = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 40}
+GROWING = {**MSCALE, **GROWTH}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
@@ -112,6 +113,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": 16, **HEADS}),
+    "ministral3": ("Ministral3", HEADS | {"rope_parameters": {**GROWING, "mscale": 1.0}}),
+    "ministral3-plain": (
+        "Ministral3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **GROWTH}, "num_hidden_layers": 3},
+    ),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
     "qwen3": ("Qwen3", HEADS),
     "gemma2": (
@@ -198,6 +204,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-mscale": (
         "DeepseekV3",
         LATENT | GROUPS | {"num_experts_per_tok": 3, "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 1.3}},
+    ),
+    "mistral4-mscale": (
+        "Mistral4",
+        LATENT
+        | GROUPS
+        | {"num_experts_per_tok": 3, "rope_parameters": {**GROWING, "mscale": 1.3, "mscale_all_dim": 1.3}},
     ),
     "deepseek-v3-plain": (
         "DeepseekV3",

@@ -131,7 +131,8 @@ def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     codes = torch.zeros(2, 7, 16, 2, 32, dtype=torch.uint8).unbind()
     groups = [torch.zeros(7, 16, 2, count, 2).half() for count in (4, 1)]
     yield "store_kv_cache", (k.clone(), v.clone(), *(c.clone() for c in codes), slots, *(g.clone() for g in groups))
-    yield "norm_rotary_store", (q.clone(), k, v, *norms, *rotary, False, *codes, *groups, slots)
+    options = False, torch.rand(10)
+    yield "norm_rotary_store", (q.clone(), k, v, *norms, *rotary, False, *codes, *groups, slots, *options)
     yield "paged_attention", (q, *codes, *ragged, 0.125, 0, 0.0, None, None, *groups, None)
     yield "paged_attention_plan", (*ragged[1:], 4, 2, 64, 0)
     latent = torch.randn(4, 3, 48).bfloat16(), torch.randn(4, 3, 40).bfloat16()[..., 24:], torch.randn(4, 64).bfloat16()

@@ -47,6 +47,8 @@ class Attention:
         qk_norm_eps: ``eps`` of the norms of heads.
         v_norm: whether each head of the values is normalised, without a weight.
         tied_kv: whether the values are the keys, before norm and rotation; ``qkv`` then has no rows for them.
+        query_scales: [max_position] fp32, factors of the queries at each position; ``None`` for none, as in all layers
+            without keys and values of their own.
         interleaved: whether elements 2i and 2i + 1 of a head are rotated together.
         window: length of the sliding window in positions, 0 for none.
         gate_size: number of elements of a token's gate, by whose sigmoids the output is multiplied: num_heads *
@@ -69,6 +71,7 @@ class Attention:
     qk_norm_eps: float = 0.0
     v_norm: bool = False
     tied_kv: bool = False
+    query_scales: Tensor | None = None
     interleaved: bool = False
     window: int = 0
     gate_size: int = 0
@@ -168,6 +171,7 @@ class Attention:
             cache.v_scale,
             batch.slot_mappings[cache.group],
             self.v_norm,
+            self.query_scales,
         )
         if cache.bounds is not None:
             ops.store_page_bounds(cache.bounds, cache.k, cache.k_scale, batch.slot_mappings[cache.group])

@@ -44,6 +44,7 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
         qk_norm_eps=config.norm_eps,
         v_norm=config.v_norm,
         tied_kv=index in config.tied_kv_layers,
+        query_scales=tables.query_scales,
         interleaved=config.interleaved_rope,
         window=window,
         gate_size=config.gate_size(index),

@@ -59,8 +59,6 @@ class LatentAttentionConfig:
         rank: number of elements of the latents that keys and values are computed from.
         plain_dim, rotary_dim: number of elements of a query or key that are not rotated, and of those that are.
         value_dim: number of elements of a value.
-        query_growth, query_length: at position p, queries are multiplied by
-            ``1 + query_growth * log(1 + p // query_length)``.
     """
 
     query_rank: int
@@ -68,8 +66,6 @@ class LatentAttentionConfig:
     plain_dim: int
     rotary_dim: int
     value_dim: int
-    query_growth: float = 0.0
-    query_length: int = 1
 
     @property
     def query_dim(self) -> int:
@@ -155,6 +151,7 @@ class ModelConfig:
         qk_norm: whether Q and K are normalised before they are rotated: ``"none"``, ``"head"`` for each head by itself,
             ``"all"`` for all heads of a token together, or ``"unit"`` for each head without a weight.
         query_scale: factor of Q after such a norm without a weight.
+        query_growth, query_length: Q at position p is multiplied by ``1 + query_growth * log(1 + p // query_length)``.
         v_norm: whether each head of V is normalised, without a weight.
         tied_kv_layers: the layers whose values are their keys, before norm and rotation.
         layer_scales: whether the output of each layer, residual stream included, is multiplied by a number.
@@ -224,6 +221,8 @@ class ModelConfig:
     post_norms: bool = False
     qk_norm: str = "none"
     query_scale: float = 1.0
+    query_growth: float = 0.0
+    query_length: int = 1
     v_norm: bool = False
     tied_kv_layers: frozenset[int] = frozenset()
     layer_scales: bool = False

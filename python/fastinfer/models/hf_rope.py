@@ -1,7 +1,6 @@
 """Rotary settings, from ``config.json``."""
 
 import math
-from dataclasses import replace
 
 from fastinfer import ops
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
@@ -15,7 +14,7 @@ from fastinfer.models.structure import GEMMA4, LFM3
 class Rope:
     """Rotary settings, for all layers or separately for those with and without a window.
 
-    With latent attention they also say how queries grow with their position, and the scale of the logits.
+    They also say how queries grow with their position, and with latent attention the scale of the logits.
     """
 
     def __init__(
@@ -27,7 +26,7 @@ class Rope:
         has_windows: bool,
         latent: LatentAttentionConfig | None = None,
     ) -> None:
-        self.latent = latent
+        self.query_growth, self.query_length = 0.0, 1
         self.attention_scale = None if latent is None else latent.query_dim**-0.5
         self.max_position = fields.get("max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
         if family.structure in (GEMMA4, LFM3):  # whose settings are read later
@@ -85,13 +84,9 @@ class Rope:
     def _scaling(self, fields: JsonFields, scaling: JsonFields) -> ops.RopeScaling:
         kind = scaling.get("rope_type", str, None) or scaling.get("type", str, "default")
         positions = self.max_position
-        if growth := scaling.get("llama_4_scaling_beta", float, 0.0):
-            limit = scaling.get("original_max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
-            if self.latent is not None:
-                self.latent = replace(self.latent, query_growth=growth, query_length=limit)
-            else:
-                # Beyond this position queries grow with it, which other attention does not implement.
-                self.max_position = min(positions, limit)
+        self.query_growth = scaling.get("llama_4_scaling_beta", float, 0.0, minimum=0.0)
+        if self.query_growth:
+            self.query_length = scaling.get("original_max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
         # With text alone a token has the same position in all dimensions of mrope.
         if kind in ("default", "none", "mrope"):
             return ops.RopeScaling()

@@ -61,8 +61,7 @@ def _cos_sin_caches(checkpoint: Checkpoint, positions: int, device: str) -> tupl
 
 def _growing_query_scales(config: ModelConfig, positions: int) -> Tensor | None:
     """Compute the factors of queries at each position; ``None`` if they are all 1."""
-    sizes = config.latent_attention
-    if sizes is None or not sizes.query_growth:
+    if not config.query_growth:
         return None
-    steps = torch.arange(positions) // sizes.query_length
-    return (1 + sizes.query_growth * steps.double().log1p()).float()
+    steps = torch.arange(positions) // config.query_length
+    return (1 + config.query_growth * steps.double().log1p()).float()

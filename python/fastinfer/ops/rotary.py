@@ -235,6 +235,7 @@ def norm_rotary_store(
     v_scale: Tensor | None,
     slot_mapping: Tensor,
     norm_v: bool = False,
+    query_scales: Tensor | None = None,
 ) -> None:
     """Normalise, rotate and store: the steps between the QKV projection and attention, in one pass over memory.
 
@@ -252,14 +253,16 @@ def norm_rotary_store(
         k_cache, v_cache, k_scale, v_scale, slot_mapping: as in :func:`fastinfer.ops.store_kv_cache`. For a token with
             slot -1, q is still normalised and rotated.
         norm_v: whether each head of v is normalised, too, without a weight.
+        query_scales: [max_position] fp32, factors by which queries at each position are multiplied last; ``None`` for
+            none.
 
     Raises:
         RuntimeError: the same as :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
 
     Devices: CPU, CUDA.
 
-    Source: QK-norm: Henry et al., 2020, https://arxiv.org/abs/2010.04245; for the other steps see
-    :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
+    Source: QK-norm: Henry et al., 2020, https://arxiv.org/abs/2010.04245; factors of queries: Llama 4's attention in
+    transformers; for the other steps see :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, k, v = torch.randn(3, 4, 64).split([2, 1, 1], dim=1)  # slices of a fused projection
@@ -291,6 +294,7 @@ def norm_rotary_store(
         v_scale,
         slot_mapping,
         norm_v,
+        query_scales,
     )
 
 
