@@ -80,6 +80,24 @@ def test_attention_scale_of_the_largest_gemmas(family: str, num_layers: int, tmp
     assert read_gguf_config(written(tmp_path, family, block_count=num_layers - 1)).attention_scale is None
 
 
+@pytest.mark.parametrize(
+    ("keys", "length"),
+    [
+        ({}, 256),
+        ({"rope.scaling.original_context_length": 40}, 40),
+        ({"rope.scaling.original_context_length": 40, "attention.temperature_length": 50}, 50),
+    ],
+)
+def test_length_after_which_queries_grow(keys: dict[str, int], length: int, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model("llama2"), name="mistral3")
+    file = GGUFFile(tmp_path / "model.gguf")
+    assert (read_gguf_config(file).query_growth, read_gguf_config(file).query_length) == (0.0, 1)
+    file.metadata |= {f"mistral3.{key}": value for key, value in keys.items()}
+    file.metadata["mistral3.attention.temperature_scale"] = 0.1
+    config = read_gguf_config(file)
+    assert (config.query_growth, config.query_length) == (0.1, length)
+
+
 def test_granite_without_rotations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="without rotary positions are not implemented"):
         read_gguf_config(written(tmp_path, "granite-plain", rope__scaling__finetuned=False))

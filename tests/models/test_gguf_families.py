@@ -22,6 +22,7 @@ from fastinfer.models.loader import load_decoder
 FAMILIES = (
     "llama2",
     "llama-biases",
+    "ministral3",
     "qwen2-plain",
     "qwen3",
     "gemma2-plain",
@@ -59,6 +60,7 @@ FAMILIES = (
     "minimax-m2",
     "deepseek-v2",
     "deepseek-v3-mscale",
+    "mistral4-mscale",
     "glm4-moe-lite",
     "qwen3.5",
     "qwen3.5-moe",
@@ -88,6 +90,18 @@ def test_log_probabilities(family: str, tmp_path: Path) -> None:
     got = log_probabilities(load_decoder(checkpoint, Precision.of("float32"), None), some_tokens(), "float32")
     assert (got - reference).abs().max() < 1e-3 * max(1.0, float(reference.std()))
     assert (got.argmax(-1) == reference.argmax(-1)).float().mean() >= 0.99
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [("qwen2-plain", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3-moe-renormalized", "qwen3vlmoe")],
+)
+def test_the_text_part_of_a_model_that_reads_images(family: str, architecture: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    write_gguf(tmp_path / "model.gguf", model, name=architecture)
+    checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"), exact=True)
+    got = log_probabilities(load_decoder(checkpoint, Precision.of("float32"), None), some_tokens(), "float32")
+    assert (got - expected(model, some_tokens())).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["attn_norm.bias", "attn_sub_norm.weight"])

@@ -25,6 +25,7 @@ FAMILIES = (
     "llama2",
     "llama-yarn",
     "llama-biases",
+    "ministral3",
     "qwen2-plain",
     "qwen3",
     "gemma2-plain",

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", gguf.MODEL_ARCH.QWEN3),
     "qwen3_moe": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
     "mixtral": ("llama", gguf.MODEL_ARCH.LLAMA),
+    "ministral3": ("mistral3", gguf.MODEL_ARCH.MISTRAL3),
     "gemma2": ("gemma2", gguf.MODEL_ARCH.GEMMA2),
     "gemma3_text": ("gemma3", gguf.MODEL_ARCH.GEMMA3),
     "gemma4_text": ("gemma4", gguf.MODEL_ARCH.GEMMA4),
@@ -48,6 +49,7 @@ ARCHITECTURES = {
     "glm4_moe": ("glm4moe", gguf.MODEL_ARCH.GLM4_MOE),
     "deepseek_v2": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "deepseek_v3": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "mistral4": ("mistral4", gguf.MODEL_ARCH.MISTRAL4),
     "glm4_moe_lite": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "minimax_m2": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
     "granite": ("granite", gguf.MODEL_ARCH.GRANITE),
@@ -66,7 +68,18 @@ ARCHITECTURES = {
 
 
 # Those of Nemotron-H need not be undone, because nothing is rotated.
-PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+PERMUTED = (
+    "llama",
+    "mistral3",
+    "smollm3",
+    "arcee",
+    "granite",
+    "granitemoe",
+    "granitehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+)
+LATENT = ("deepseek2", "mistral4")
 WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "gpt-oss")
 
 
@@ -79,6 +92,7 @@ def write_gguf(
     is_fused: bool = False,
     tokens: list[str] | None = None,
     nextn: list[dict[str, Tensor]] | None = None,
+    name: str | None = None,
 ) -> None:
     """Write the file.
 
@@ -92,11 +106,13 @@ def write_gguf(
         tokens: vocabulary of a byte-level tokenizer whose only merge is that of its first two tokens; ``None`` for a
             file without a tokenizer.
         nextn: tensors of the layers behind those that the configuration counts, which are for multi-token prediction.
+        name: name of the architecture, where it is not the usual one of such a model.
     """
     quantized = quantized or {}
     config = model.config
     with_experts = " with experts" if config.model_type == "nemotron_h" and "moe" in config.layers_block_type else ""
     architecture, table = ARCHITECTURES[config.model_type + with_experts]
+    architecture = name or architecture
     writer = gguf.GGUFWriter(path, architecture)
     if tokens is None:
         writer.add_tokenizer_model("none")
@@ -173,7 +189,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_ssm_group_count(config.mamba_n_groups)
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
-    elif architecture == "deepseek2" and not is_fused:
+    elif architecture in LATENT and not is_fused:
         writer.add_head_count_kv(1)  # all heads see the same latent vectors
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
@@ -195,7 +211,11 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         if "beta_fast" in rope:
             writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
             writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if architecture == "deepseek2":
+    if beta := rope.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(beta)
+    if architecture == "mistral3" and "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    if architecture in LATENT:
         _write_latent_attention(writer, config, is_fused)
     elif getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -307,7 +327,7 @@ def _write_latent_attention(writer: gguf.GGUFWriter, config: Any, is_fused: bool
         writer.add_expert_gating_func(kind.SOFTMAX)
         return
     writer.add_expert_weights_norm(config.norm_topk_prob)
-    writer.add_expert_gating_func(kind.SIGMOID)
+    writer.add_expert_gating_func(kind.SOFTMAX if config.model_type == "mistral4" else kind.SIGMOID)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
 

@@ -83,10 +83,15 @@ _NEMOTRON_H = Architecture(NEMOTRON_H, mlp_norm="attn_norm", activation="relu2",
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(permuted=True),
+    "mistral3": Architecture(permuted=True),
     "qwen2": Architecture(qkv_bias=True),
     "qwen3": Architecture(HEAD_NORMS),
     "qwen2moe": Architecture(qkv_bias=True, renormalizes=False, shared_expert_gate=True),
     "qwen3moe": Architecture(HEAD_NORMS),
+    # The text parts of models that read images.
+    "qwen2vl": Architecture(qkv_bias=True),
+    "qwen3vl": Architecture(HEAD_NORMS),
+    "qwen3vlmoe": Architecture(HEAD_NORMS),
     "qwen3next": Architecture(QWEN3_NEXT, mlp_norm="post_attention_norm", shared_expert_gate=True),
     "qwen35": Architecture(QWEN3_NEXT, mlp_norm="post_attention_norm", tiled_values=True),
     "qwen35moe": Architecture(QWEN3_NEXT, mlp_norm="post_attention_norm", shared_expert_gate=True, tiled_values=True),
@@ -99,6 +104,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4moe": Architecture(mlp_norm="post_attention_norm"),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
+    "mistral4": Architecture(LATENT, renormalizes=False),
     # Draft heads.
     "eagle3": Architecture(permuted=True, names={"feature_norm": "attn_norm_2", "fc": "fc"}),
     "dflash": Architecture(HEAD_NORMS, names={"hidden_norm": "enc.output_norm", "fc": "fc"}),

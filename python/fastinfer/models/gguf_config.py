@@ -13,7 +13,7 @@ from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_experts import router, shared_intermediate_size
 from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
 from fastinfer.models.gguf_latent import latent_attention, latent_scale
-from fastinfer.models.gguf_rope import rope_scaling
+from fastinfer.models.gguf_rope import query_growth, rope_scaling
 from fastinfer.models.gguf_states import state_layers, state_sizes
 from fastinfer.models.structure import GEMMA4, NEMOTRON_H, periodic_windows
 
@@ -84,6 +84,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     is_rotated = file.get(f"{architecture}.rope.scaling.finetuned", bool, True) and structure is not NEMOTRON_H
     if structure.mamba2 and not is_rotated:
         unrotated_layers = frozenset(range(num_layers))
+    growth, growth_length = query_growth(file, architecture, size("context_length"))
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -106,6 +107,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         states=state_sizes(file, architecture, hidden_size) if with_states.flags else None,
         stored_layers=with_states.stored,
         latent_attention=latent,
+        query_growth=growth,
+        query_length=growth_length,
         unrotated_layers=unrotated_layers | structure.unrotated_layers(windows),
         activation=family.activation,
         gated=family.gated,

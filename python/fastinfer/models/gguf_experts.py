@@ -9,7 +9,10 @@ from fastinfer.models.gguf_architectures import ARCHITECTURES
 def router(file: GGUFFile, architecture: str) -> RouterConfig:
     """Return how the experts of a token are chosen."""
     family = ARCHITECTURES[architecture]
-    scoring = file.get(f"{architecture}.expert_gating_func", int, 2 if family.sigmoid_router else 1)
+    has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    # The first files of GLM-4.7-Flash do not say it; DeepSeek-V2, whose scores are a softmax, has no bias.
+    is_sigmoid = family.sigmoid_router or (architecture == "deepseek2" and has_bias)
+    scoring = file.get(f"{architecture}.expert_gating_func", int, 2 if is_sigmoid else 1)
     if scoring not in (1, 2):
         raise UnsupportedModelError(
             f"{file.path}: expert_gating_func must be 1 (softmax) or 2 (sigmoid), got {scoring}"
@@ -19,7 +22,7 @@ def router(file: GGUFFile, architecture: str) -> RouterConfig:
         raise UnsupportedModelError(f"{file.path}: expert_group_count must be 1 for softmax scores, got {groups}")
     return RouterConfig(
         scoring="sigmoid" if scoring == 2 else "softmax",
-        has_bias=any(name.endswith(".exp_probs_b.bias") for name in file.tensors),
+        has_bias=has_bias,
         num_groups=groups,
         top_groups=file.get(f"{architecture}.expert_group_used_count", int, 1, minimum=1, maximum=groups),
         renormalize=file.get(f"{architecture}.expert_weights_norm", bool, family.renormalizes),

@@ -1,4 +1,6 @@
-"""Scaling of rotary frequencies, from the metadata of a GGUF file."""
+"""Scaling of rotary frequencies and growth of queries with their position, from the metadata of a GGUF file."""
+
+import math
 
 from fastinfer import ops
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
@@ -28,10 +30,31 @@ def rope_scaling(file: GGUFFile, architecture: str, context_length: int, num_fac
         original_max_position=trained,
         beta_fast=file.get(f"{prefix}.yarn_beta_fast", float, 32.0, minimum=1e-3),
         beta_slow=file.get(f"{prefix}.yarn_beta_slow", float, 1.0, minimum=1e-3),
-        # Latent attention has the factor in the scale of the logits instead.
-        attention_factor=1.0 if ARCHITECTURES[architecture].structure.latent_attention else None,
+        attention_factor=_yarn_attention_factor(file, architecture, factor),
         truncate=ARCHITECTURES[architecture].truncated_yarn,
     )
+
+
+def _yarn_attention_factor(file: GGUFFile, architecture: str, factor: float) -> float | None:
+    """Return the factor on cos and sin; ``None`` for the usual one."""
+    if ARCHITECTURES[architecture].structure.latent_attention:
+        return 1.0  # it is in the scale of the logits instead
+    growth = file.get(f"{architecture}.rope.scaling.yarn_log_multiplier", float, 0.0, minimum=0.0)
+    if not growth:
+        return None
+    logarithm = 0.1 * math.log(max(factor, 1.0))
+    return (1.0 + logarithm) / (1.0 + growth * logarithm)
+
+
+def query_growth(file: GGUFFile, architecture: str, context_length: int) -> tuple[float, int]:
+    """Return ``query_growth`` and ``query_length``, see :class:`fastinfer.models.config.ModelConfig`."""
+    growth = file.get(f"{architecture}.attention.temperature_scale", float, 0.0, minimum=0.0)
+    if not growth:
+        return 0.0, 1
+    length = context_length
+    for key in ("rope.scaling.original_context_length", "attention.temperature_length"):  # the last one counts
+        length = file.get(f"{architecture}.{key}", int, length, minimum=1, maximum=MAX_SIZE)
+    return growth, length
 
 
 def _longrope(file: GGUFFile, prefix: str, context_length: int, num_factors: int) -> ops.RopeScaling:

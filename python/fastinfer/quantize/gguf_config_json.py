@@ -19,6 +19,7 @@ from fastinfer.ops import RopeScaling
 # Names of transformers by the architecture of the GGUF file: the class of the model, and model_type.
 NAMES = {
     "llama": ("LlamaForCausalLM", "llama"),
+    "mistral3": ("Ministral3ForCausalLM", "ministral3"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -127,6 +128,9 @@ def _positions(config: ModelConfig) -> dict[str, Any]:
         values["partial_rotary_factor"] = config.rotary_dim / config.head_dim
     if config.rope_scaling.kind != "none":
         values["rope_scaling"] = _rope_scaling(config.rope_scaling)
+    if config.query_growth:
+        growth = {"llama_4_scaling_beta": config.query_growth, "original_max_position_embeddings": config.query_length}
+        values["rope_scaling"] = {**values.get("rope_scaling", {"rope_type": "default"}), **growth}
     if config.rope_scaling.kind == "longrope":
         values["original_max_position_embeddings"] = config.rope_scaling.original_max_position
     if config.local_rope_theta is not None:
