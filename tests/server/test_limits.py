@@ -45,7 +45,7 @@ def test_a_body_that_does_not_come() -> None:
         assert server.host.loaded.stats().num_running == 0  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("size", [100_000, 5_000_000])
+@pytest.mark.parametrize("size", [100_000, 100_000_000])
 def test_heads(size: int) -> None:
     """One that fits into the socket's buffer gets an answer that says why; a huge one is not even collected."""
     with toy_server() as (_, address):
@@ -62,7 +62,7 @@ def test_heads(size: int) -> None:
         else:
             answer = connection.recv(1000)
             assert answer.startswith(b"HTTP/1.1 431")
-        assert sent < 4_000_000
+        assert sent < 50_000_000  # while the server is not run, the buffers of both sockets may take 38 million bytes
         connection.close()
         assert httpx.get(f"{address}/health").status_code == 200
 
