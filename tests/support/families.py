@@ -290,7 +290,7 @@ FAMILIES |= {
     "olmo-biases": ("Olmo", {"attention_bias": True, "tie_word_embeddings": True}),
     "phi": ("Phi", {}),
     "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
-    "gpt-neox-plain": ("GPTNeoX", {"attention_bias": False, "use_parallel_residual": False, "hidden_act": "gelu_new"}),
+    "gpt-neox-sequential": ("GPTNeoX", {"attention_bias": False, "use_parallel_residual": False}),
     "vaultgemma": (
         "VaultGemma",
         HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0},
@@ -310,6 +310,14 @@ FAMILIES |= {
         },
     ),
     "mellum-full": ("Mellum", HEADS | EXPERTS),
+    # As GGUF files can say it: with experts in all layers.
+    "mellum-plain": (
+        "Mellum",
+        HEADS
+        | EXPERTS
+        | {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"] * 2}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {**YARN, "rope_type": "default"}}},
+    ),
     # The dense layer is rotated without a window.
     "cohere2-moe": (
         "Cohere2Moe",
