@@ -53,6 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite-moe-shared": {"shared_intermediate_size": 96},
     "granite-moe-swa": {"shared_intermediate_size": 96},
     "gemma4-moe": {"moe_intermediate_size": 64, "global_head_dim": 64},
+    "hunyuan-moe": {},
+    "nemotron": {},
+    "olmo": {},
+    "phi": {},
+    "gpt-neox": {},
+    "cohere2-moe": {},
 }
 # Stay dense: what chooses experts, gates of heads, matrices that latent attention applies transposed, convolutions.
 DENSE = ("embed", "lm_head", "router", ".gate.", "expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba", "kv_b_proj")
