@@ -290,6 +290,7 @@ FAMILIES |= {
     "olmo-biases": ("Olmo", {"attention_bias": True, "tie_word_embeddings": True}),
     "phi": ("Phi", {}),
     "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
+    "gpt-neox-fast": ("GPTNeoX", {"hidden_act": "gelu_fast"}),
     "gpt-neox-sequential": ("GPTNeoX", {"attention_bias": False, "use_parallel_residual": False}),
     "vaultgemma": (
         "VaultGemma",
