@@ -147,7 +147,10 @@ def test_input_scales_are_folded_where_they_belong(family: str, tmp_path: Path) 
     assert not any(torch.equal(before[name], after[name]) for name in norms)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-hybrid-dense", "nemotron-h-dense"])
+READ = ["qwen3.5", "lfm2", "granite-hybrid-dense", "nemotron-h-dense", "nemotron", "phi", "gpt-neox"]
+
+
+@pytest.mark.parametrize("family", READ)
 def test_transformers_reads_the_result(family: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     save(tmp_path / "model", family)
