@@ -84,6 +84,10 @@ CONFIGS: list[dict[str, Any]] = [
     | {"head_dim": 32, "norm_topk_prob": True},
     family("GptOss", model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=16, head_dim=32)
     | {"rope_scaling": YARN | {"truncate": False}, "swiglu_limit": 7.0},
+    family("HunYuanMoEV1", model_type="hunyuan_v1_moe", num_experts=4, moe_topk=[2], head_dim=32)
+    | {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 50.0}},
+    family("Cohere2Moe", model_type="cohere2_moe", num_experts=4, num_experts_per_tok=2, head_dim=32)
+    | {"first_k_dense_replace": 1, "num_shared_experts": 1, "expert_selection_fn": "sigmoid"},
     {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
     | {"n_positions": 64, "vocab_size": VOCAB, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
 ]

@@ -119,6 +119,27 @@ def test_choice_of_experts_without_a_bias(tmp_path: Path) -> None:
     assert (router.scoring, router.has_bias) == ("sigmoid", False)
 
 
+def test_windows_by_layer(tmp_path: Path) -> None:
+    """Layers for later tokens have none."""
+    file = written(tmp_path, "mellum-plain", block_count=5, nextn_predict_layers=1, rope__freq_base_swa=500.0)
+    config = read_gguf_config(file)
+    assert (config.windows, config.local_rope_theta) == ((0, 16, 0, 16), 500.0)
+    file.metadata["mellum.block_count"] = 6
+    with pytest.raises(GGUFFormatError, match=r"sliding_window_pattern: expected 6 values, .* got 4"):
+        read_gguf_config(file)
+
+
+def test_clamped_queries_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"attention\.clamp_kqv must be 0, got 8\.0"):
+        read_gguf_config(written(tmp_path, "olmo", attention__clamp_kqv=8.0))
+
+
+def test_norms_of_cohere_2s_mixtures(tmp_path: Path) -> None:
+    assert read_gguf_config(written(tmp_path, "cohere2-moe")).norm == "layer_norm"
+    config = read_gguf_config(written(tmp_path, "cohere2-moe", attention__layer_norm_rms_epsilon=0.5))
+    assert (config.norm, config.norm_eps) == ("rms_norm", 0.5)
+
+
 def test_latent_attention(tmp_path: Path) -> None:
     with pytest.raises(GGUFFormatError, match=r"rope\.dimension_count: expected less than the key length 32, got 32"):
         read_gguf_config(written(tmp_path, "deepseek-v3-mscale", rope__dimension_count=32))

@@ -256,6 +256,23 @@ def test_layers_that_do_not_know_positions(tmp_path: Path) -> None:
         ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm must be False, got True"),
         ("StableLmForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual must be False, got True"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv must be null, got 8.0"),
+        ("OlmoForCausalLM", {"clip_qkv": 8.0}, "clip_qkv must be null, got 8.0"),
+        ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm must be False, got True"),
+        ("PhiForCausalLM", {"tie_word_embeddings": True}, "tie_word_embeddings must be False, got True"),
+        ("HunYuanMoEV1ForCausalLM", {"moe_topk": [1, 2]}, r"moe_topk must be the same for all layers, got \[1, 2\]"),
+        ("HunYuanDenseV1ForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 9.0}}, "'dynamic' is not"),
+        (
+            "Cohere2MoeForCausalLM",
+            {"expert_selection_fn": "sparsemax"},
+            "expert_selection_fn must be softmax or sigmoid, got 'sparsemax'",
+        ),
+        (
+            "Cohere2MoeForCausalLM",
+            {"shared_expert_combination_strategy": "max"},
+            "shared_expert_combination_strategy must be average or sum, got 'max'",
+        ),
+        ("ApertusForCausalLM", {}, "is not implemented, because it needs the activation xIELU; supported are Llama"),
     ],
 )
 def test_settings_that_are_not_implemented(
@@ -281,6 +298,25 @@ def test_names_of_settings(tmp_path: Path) -> None:
     assert (config.num_experts, config.experts_per_token) == (16, 3)
     dots = {**experts, "n_routed_experts": 8, "scoring_func": "noaux_tc"}  # as its files call sigmoids
     assert read(tmp_path, "Dots1ForCausalLM", **dots).router.scoring == "sigmoid"
+
+
+def test_settings_that_mean_nothing(tmp_path: Path) -> None:
+    """They are those of other families, which transformers ignores."""
+    phi = read(tmp_path, "PhiForCausalLM", attention_bias=False, mlp_bias=False)
+    assert (phi.qkv_bias, phi.output_bias, phi.mlp_bias) == (True, True, True)
+    neox = read(tmp_path, "GPTNeoXForCausalLM", rope_theta=500.0, partial_rotary_factor=1.0, num_key_value_heads=1)
+    assert (neox.rope_theta, neox.rotary_dim * 4, neox.num_kv_heads) == (10000.0, neox.head_dim, neox.num_heads)
+    neox = read(tmp_path, "GPTNeoXForCausalLM", rotary_emb_base=500.0, rotary_pct=1.0)
+    assert (neox.rope_theta, neox.rotary_dim) == (500.0, neox.head_dim)
+    hunyuan = {"num_experts": 8, "moe_topk": [2, 2], "moe_intermediate_size": [32, 32], "routed_scaling_factor": 3.0}
+    config = read(tmp_path, "HunYuanMoEV1ForCausalLM", **hunyuan, norm_topk_prob=False)
+    assert (config.experts_per_token, config.router) == (2, RouterConfig())
+    assert config.shared_intermediate_size == config.intermediate_size != 32
+    mellum = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": 64}
+    mellum |= {"use_sliding_window": False, "mlp_only_layers": [0]}
+    config = read(tmp_path, "MellumForCausalLM", **mellum, layer_types=["sliding_attention", "full_attention"] * 4)
+    assert (config.windows, config.dense_layers, config.local_rope_theta) == ((64, 0) * 4, set(), 1e4)
+    assert not any(read(tmp_path, "MellumForCausalLM", **mellum).windows)
 
 
 def test_lfm3(tmp_path: Path) -> None:

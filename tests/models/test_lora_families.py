@@ -50,6 +50,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 4's MLP beside experts": ("gemma4-moe", {"target_modules": ["v_proj", "gate_proj", "down_proj"], "r": 3}),
     "norms behind": ("olmo2", {"target_modules": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"], "r": 3}),
     "parallel": ("cohere2", {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], "r": 3}),
+    "rows by head": (
+        "gpt-neox",
+        {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], "r": 3},
+    ),
+    "a norm and a bias of the output layer": (
+        "phi",
+        {"target_modules": ["q_proj", "v_proj", "dense", "fc1", "fc2", "lm_head"], "r": 3},
+    ),
+    "a shared MLP": (
+        "hunyuan-moe",
+        {
+            "target_modules": ["q_proj", "k_proj", "gate_proj", "up_proj", "down_proj"],
+            "target_parameters": FUSED,
+            "r": 3,
+        },
+    ),
+    "averaged experts": (
+        "cohere2-moe",
+        {
+            "target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"],
+            "target_parameters": [*FUSED, "mlp.gate.weight"],
+            "r": 3,
+        },
+    ),
     "mixtral": (
         "mixtral",
         {
@@ -223,7 +247,7 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(without, plain, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", ["linear attention", "latent queries"])
+@pytest.mark.parametrize("case", ["linear attention", "latent queries", "rows by head"])
 def test_gguf_files(case: str, tmp_path: Path) -> None:
     """Adapters have the order of transformers' rows and columns, also where such a file has another one."""
     family, settings = CASES[case]

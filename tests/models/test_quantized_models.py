@@ -28,7 +28,8 @@ from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.loader import load_decoder
 
-DENSE = ("embed_tokens", "lm_head", ".gate", "layers.1.self_attn.k_proj")  # the last is left out by name
+# The last is left out by name.
+DENSE = ("embed_tokens", "embed_in", "embed_out", "lm_head", ".gate", "layers.1.self_attn.k_proj")
 
 
 def fp8_settings(strategy: str, **more: Any) -> dict[str, Any]:
@@ -74,10 +75,10 @@ def layers_by(packer: Packer) -> Callable[[str], Packer | None]:
     return lambda module: None if module.endswith(DENSE) else packer
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "phi3", "gpt-neox"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_formats(form: str, family: str, tmp_path: Path) -> None:
-    """Experts among the matrices, or fused ones."""
+    """Experts among the matrices, or fused ones, whose rows may be those of each head together."""
     packer, settings = FORMATS[form]
     sizes = {"moe_intermediate_size": 64} if family == "qwen3-moe" else {}
     model = save_quantized_model(tmp_path, family, layers_by(packer), **sizes)

@@ -53,6 +53,12 @@ DIVIDED = [
     "gemma4",
     "gemma4-inputs",
     "gemma4-moe",
+    "hunyuan-moe",
+    "nanochat",
+    "phi",
+    "gpt-neox",
+    "olmo",
+    "cohere2-moe",
 ]
 
 

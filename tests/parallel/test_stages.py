@@ -63,6 +63,10 @@ FAMILIES = [
     "nemotron-h",
     "falcon-h1",
     "gemma4-inputs",
+    "hunyuan",
+    "nanochat",
+    "phi",
+    "cohere2-moe",
 ]
 
 

@@ -53,6 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite-moe-shared": {"shared_intermediate_size": 96},
     "granite-moe-swa": {"shared_intermediate_size": 96},
     "gemma4-moe": {"moe_intermediate_size": 64, "global_head_dim": 64},
+    "hunyuan-moe": {},
+    "nemotron": {},
+    "olmo": {},
+    "phi": {},
+    "gpt-neox": {},
+    "cohere2-moe": {},
 }
 # Stay dense: what chooses experts, gates of heads, matrices that latent attention applies transposed, convolutions.
 DENSE = ("embed", "lm_head", "router", ".gate.", "expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba", "kv_b_proj")
@@ -141,7 +147,10 @@ def test_input_scales_are_folded_where_they_belong(family: str, tmp_path: Path) 
     assert not any(torch.equal(before[name], after[name]) for name in norms)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-hybrid-dense", "nemotron-h-dense"])
+READ = ["qwen3.5", "lfm2", "granite-hybrid-dense", "nemotron-h-dense", "nemotron", "phi", "gpt-neox"]
+
+
+@pytest.mark.parametrize("family", READ)
 def test_transformers_reads_the_result(family: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     save(tmp_path / "model", family)

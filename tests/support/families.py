@@ -283,6 +283,73 @@ FAMILIES |= {
     ),
     "granite-moe-swa": ("GraniteMoeSWA", GRANITE | MIXTURE | {"shared_intermediate_size": 48, "sliding_window": 16}),
 }
+COHERE2_MOE = HEADS | {"num_hidden_layers": 6, "sliding_window": 16, "logit_scale": 1.0}
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}
+HUNYUAN_MOE = HEADS | {"num_experts": 8, "moe_topk": [3, 3, 3, 3]}
+FAMILIES |= {
+    "hunyuan": ("HunYuanDenseV1", HEADS | {"rope_parameters": ALPHA}),
+    "hunyuan-biases": ("HunYuanDenseV1", HEADS | {"attention_bias": True, "rope_parameters": YARN}),
+    "hunyuan-moe": ("HunYuanMoEV1", HUNYUAN_MOE | {"rope_parameters": ALPHA}),
+    "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "nemotron-plain": ("Nemotron", {"tie_word_embeddings": True, "rope_parameters": {"partial_rotary_factor": 0.25}}),
+    "jais2": ("Jais2", HEADS),
+    "jais2-plain": ("Jais2", {"attention_bias": False, "mlp_bias": False}),
+    "helium": ("Helium", {"head_dim": 16, "tie_word_embeddings": True}),
+    "helium-biases": ("Helium", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "nanochat": ("NanoChat", {}),
+    "nanochat-yarn": ("NanoChat", {"rope_parameters": YARN, "attention_bias": True, "final_logit_softcapping": None}),
+    "olmo": ("Olmo", {}),
+    "olmo-biases": ("Olmo", {"attention_bias": True, "tie_word_embeddings": True}),
+    "phi": ("Phi", {}),
+    "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
+    "gpt-neox-fast": ("GPTNeoX", {"hidden_act": "gelu_fast"}),
+    "gpt-neox-sequential": ("GPTNeoX", {"attention_bias": False, "use_parallel_residual": False}),
+    "vaultgemma": (
+        "VaultGemma",
+        HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0},
+    ),
+    "mellum": (
+        "Mellum",
+        HEADS
+        | EXPERTS
+        | {
+            "sliding_window": 16,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full")],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "mellum-full": ("Mellum", HEADS | EXPERTS),
+    # As GGUF files can say it: with experts in all layers.
+    "mellum-plain": (
+        "Mellum",
+        HEADS
+        | EXPERTS
+        | {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"] * 2}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {**YARN, "rope_type": "default"}}},
+    ),
+    # The dense layer is rotated without a window.
+    "cohere2-moe": (
+        "Cohere2Moe",
+        COHERE2_MOE
+        | {"first_k_dense_replace": 1, "num_experts_per_tok": 3, "expert_selection_fn": "sigmoid"}
+        | {"prefix_dense_intermediate_size": 160, "num_shared_experts": 2},
+    ),
+    "cohere2-moe-rms": (
+        "Cohere2Moe",
+        COHERE2_MOE
+        | {"first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2, "sliding_window_pattern": 2}
+        | {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum"}
+        | {"rms_norm_eps": 1e-5, "attention_bias": True},
+    ),
+    "cohere2-moe-plain": (
+        "Cohere2Moe",
+        COHERE2_MOE | {"expert_selection_fn": "sigmoid", "norm_topk_prob": False},
+    ),
+}
 
 
 def _gemma4(kinds: str, **changes: Any) -> tuple[str, dict[str, Any]]:

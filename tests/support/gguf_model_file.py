@@ -35,6 +35,16 @@ ARCHITECTURES = {
     "starcoder2": ("starcoder2", gguf.MODEL_ARCH.STARCODER2),
     "stablelm": ("stablelm", gguf.MODEL_ARCH.STABLELM),
     "olmoe": ("olmoe", gguf.MODEL_ARCH.OLMOE),
+    "hunyuan_v1_dense": ("hunyuan-dense", gguf.MODEL_ARCH.HUNYUAN_DENSE),
+    "hunyuan_v1_moe": ("hunyuan-moe", gguf.MODEL_ARCH.HUNYUAN_MOE),
+    "nemotron": ("nemotron", gguf.MODEL_ARCH.NEMOTRON),
+    "jais2": ("jais2", gguf.MODEL_ARCH.JAIS2),
+    "olmo": ("olmo", gguf.MODEL_ARCH.OLMO),
+    "phi": ("phi2", gguf.MODEL_ARCH.PHI2),
+    "gpt_neox": ("gptneox", gguf.MODEL_ARCH.GPTNEOX),
+    # Newer than gguf's tables, with the names of others.
+    "mellum": ("mellum", gguf.MODEL_ARCH.QWEN3MOE),
+    "cohere2_moe": ("cohere2moe", gguf.MODEL_ARCH.DOTS1),
     "dots1": ("dots1", gguf.MODEL_ARCH.DOTS1),
     "gemma": ("gemma", gguf.MODEL_ARCH.GEMMA),
     "olmo2": ("olmo2", gguf.MODEL_ARCH.OLMO2),
@@ -78,9 +88,10 @@ PERMUTED = (
     "granitehybrid",
     "nemotron_h",
     "nemotron_h_moe",
+    "olmo",
 )
 LATENT = ("deepseek2", "mistral4")
-WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "gpt-oss")
+WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "cohere2moe", "mellum", "gpt-oss")
 
 
 def write_gguf(
@@ -175,7 +186,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_feed_forward_length(-(-width // config.block_multiple_of) * config.block_multiple_of)
     else:
         is_dense = architecture == "granitehybrid" and not config.num_local_experts
-        writer.add_feed_forward_length(config.shared_intermediate_size if is_dense else config.intermediate_size)
+        width = config.shared_intermediate_size if is_dense else config.intermediate_size
+        writer.add_feed_forward_length(getattr(config, "prefix_dense_intermediate_size", None) or width)
     if architecture.startswith("lfm2"):
         heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
         writer.add_head_count_kv(heads)
@@ -191,10 +203,14 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
     elif architecture in LATENT and not is_fused:
         writer.add_head_count_kv(1)  # all heads see the same latent vectors
-    else:
+    elif architecture != "gptneox":
         writer.add_head_count_kv(config.num_key_value_heads)
     if architecture == "starcoder2":
         writer.add_layer_norm_eps(config.norm_epsilon)
+    elif architecture == "nemotron":
+        writer.add_layer_norm_eps(config.norm_eps)
+    elif architecture == "olmo":
+        writer.add_layer_norm_eps(1e-5)
     elif hasattr(config, "layer_norm_eps"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
         if hasattr(config, "logit_scale"):
@@ -203,7 +219,10 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_layer_norm_rms_eps(config.norm_eps if architecture.startswith("lfm2") else config.rms_norm_eps)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    base = rope["rope_theta"]
+    if "alpha" in rope:
+        base *= rope["alpha"] ** (config.head_dim / (config.head_dim - 2))
+    writer.add_rope_freq_base(base)
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -227,7 +246,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        chosen = config.num_experts_per_tok
+        writer.add_expert_used_count(chosen[0] if isinstance(chosen, list) else chosen)
     if getattr(config, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     elif architecture == "gpt-oss":
@@ -257,6 +277,24 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
     if architecture == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
     if architecture in ("glm4moe", "minimax-m2", "lfm2moe", "dots1"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture == "gptneox":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if architecture == "hunyuan-moe":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_count(1)
+    if architecture in ("mellum", "cohere2moe"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if architecture == "cohere2moe":
+        if config.rms_norm_eps is not None:
+            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        shared = config.num_shared_experts
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_count(shared)
+        writer.add_expert_shared_feed_forward_length(shared * config.intermediate_size)
+        writer.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
+        writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if architecture == "ernie4_5-moe":
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
@@ -395,8 +433,11 @@ def _converted(
         return [(f"blk.{name.split('.')[2]}.{part}.scale", values)]
     if architecture == "gemma4" and name.endswith("layer_scalar"):
         name += ".weight"
-    elif architecture in ("gemma", "gemma2", "gemma3") and "norm" in name:
+    elif architecture in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
         values = values + 1
+    if ".query_key_value." in name:
+        heads = values.unflatten(0, (config.num_attention_heads, 3, -1))
+        values = heads.transpose(0, 1).flatten(0, 2)
     if architecture == "gpt2" and values.dim() == 2 and ".h." in name:
         values = values.T
     if name.endswith("conv.conv.weight"):

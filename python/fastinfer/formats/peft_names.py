@@ -2,7 +2,8 @@
 
 The project's names are those of :mod:`fastinfer.models.checkpoint`, such as ``layers.3.q_proj``,
 ``layers.3.experts.5.gate_proj``, ``layers.3.shared_expert.gate_proj`` or ``lm_head``. Modules that contain several of
-its matrices, with their rows concatenated, are ``qkv_proj`` and ``gate_up_proj``.
+its matrices, with their rows concatenated, are ``qkv_proj`` and ``gate_up_proj``; ``query_key_value`` has the rows of
+each head together.
 """
 
 import re
@@ -19,7 +20,7 @@ _LAYER = {
     "mlp.shared_expert_gate": "shared_expert_gate",
     **{
         f"mlp.{owner}.{name}": f"shared_expert.{name}"
-        for owner in ("shared_expert", "shared_experts")
+        for owner in ("shared_expert", "shared_experts", "shared_mlp")
         for name in ("gate_proj", "up_proj", "down_proj")
     },
     "shared_mlp.input_linear": "shared_expert.gate_up_proj",  # Granite
@@ -42,6 +43,13 @@ _LAYER = {
     **{f"mixer.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")},
     **{f"mixer.shared_experts.{name}": f"shared_expert.{name}" for name in ("up_proj", "down_proj")},
     "mixer.gate": "router",
+    "self_attn.dense": "o_proj",  # Phi
+    "mlp.fc1": "up_proj",  # also NanoChat
+    "mlp.fc2": "down_proj",
+    "attention.query_key_value": "query_key_value",  # GPT-NeoX
+    "attention.dense": "o_proj",
+    "mlp.dense_h_to_4h": "up_proj",
+    "mlp.dense_4h_to_h": "down_proj",
     "attn.c_attn": "qkv_proj",  # GPT-2
     "attn.c_proj": "o_proj",
     "mlp.c_fc": "up_proj",
@@ -61,11 +69,11 @@ TARGETS = tuple(dict.fromkeys([name.rpartition(".")[2] for name in _LAYER] + [*_
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 _MODULE = re.compile(
-    r"(?:(?:model\.language_model|language_model\.model|model|transformer)\.)?(?:layers|h)\.(?P<layer>\d{1,4})\."
-    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_experts?\.\w+|\w+))"
+    r"(?:(?:model\.language_model|language_model\.model|model|transformer|gpt_neox)\.)?(?:layers|h)\.(?P<layer>\d{1,4})\."
+    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_(?:experts?|mlp)\.\w+|\w+))"
 )
-# PEFT saves the weight to which an adapter of lm_head belongs, too. An adapter does not change it.
-_BASE_WEIGHT = re.compile(r"base_model\.model\.lm_head\.base_layer\.weight")
+# PEFT saves the weight and bias to which an adapter of lm_head belongs, too. An adapter does not change them.
+_BASE_WEIGHT = re.compile(r"base_model\.model\.lm_head\.base_layer\.(?:weight|bias)")
 
 
 class AdapterModule(NamedTuple):

@@ -41,6 +41,8 @@ class Attention:
             without keys and values in a layer that attends to those of an earlier one.
         output: projection back to the residual stream.
         cos_sin_cache: [max_position, rotary_dim] fp32.
+        first_cos_sin_cache: the same table if queries and keys are rotated before the norms of their heads;
+            ``cos_sin_cache`` then rotates by nothing. ``None`` otherwise.
         q_norm, k_norm: [head_dim] RMSNorm weights of the heads of queries and keys, or ``None``.
         has_kv: whether the layer has keys and values of its own; without, the cache has those of an earlier layer.
         joint_q_norm, joint_k_norm: norms of all heads of a token together, or ``None``.
@@ -63,6 +65,7 @@ class Attention:
     qkv: Weight
     output: OutputProjection
     cos_sin_cache: Tensor
+    first_cos_sin_cache: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     has_kv: bool = True
@@ -156,6 +159,8 @@ class Attention:
             assert self.joint_k_norm is not None
             qkv = [self.joint_q_norm(qkv[0]), self.joint_k_norm(qkv[1]), qkv[2]]
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in qkv)
+        if self.first_cos_sin_cache is not None:
+            ops.rotary_embedding(q, k, *batch.rotation(self.first_cos_sin_cache), self.interleaved)
         ops.norm_rotary_store(
             q,
             k,

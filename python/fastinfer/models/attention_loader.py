@@ -25,7 +25,7 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
     if config.layer_scales and index == 0:
         scale = factor = config.embedding_scale
     window = config.window(index)
-    rope = tables.local if window else tables.full
+    rope = tables.unrotated if index in config.unrotated_layers else tables.local if window else tables.full
     return Attention(
         num_heads=config.num_heads,
         num_kv_heads=shape.num_heads,
@@ -35,7 +35,8 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
         output=reader.output(
             f"{layer}.o_proj", q_size, config.output_bias, f"{layer}.post_attention_norm", scale, factor
         ),
-        cos_sin_cache=tables.unrotated if index in config.unrotated_layers else rope,
+        cos_sin_cache=tables.unrotated if config.rotated_first else rope,
+        first_cos_sin_cache=rope if config.rotated_first else None,
         q_norm=q_norm,
         k_norm=k_norm,
         has_kv=has_kv,

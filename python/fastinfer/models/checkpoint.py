@@ -144,6 +144,12 @@ def fused_rows(config: ModelConfig, layer: int, part: str, inner: int | None = N
     }[part]
 
 
+def rows_by_head(config: ModelConfig, layer: int, part: str) -> Tensor:
+    """Return the rows of Q, K or V in a layer's fused matrix that has those of each head together, as GPT-NeoX's."""
+    heads = torch.arange(3 * config.q_size(layer)).view(config.num_heads, 3, -1)
+    return heads[:, ("q_proj", "k_proj", "v_proj").index(part)].flatten()
+
+
 def check_draft_tokens(tokens: Tensor, vocab_size: int, place: str, error: type[FastinferError]) -> None:
     """Check the tokens of the rows of an output layer, [draft_vocab_size] int64.
 

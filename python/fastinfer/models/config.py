@@ -138,6 +138,7 @@ class ModelConfig:
         unrotated_layers: the layers whose queries and keys are not rotated (NoPE).
         interleaved_rope: whether elements 2i and 2i + 1 of a head are rotated together, instead of i and
             i + rotary_dim / 2.
+        reversed_rope: whether they are rotated in the other direction.
         stored_layers: for each layer, the file's layer with its attention or state, and the one with its MLP, ``None``
             for no MLP, where these are not the same; empty if they are. If two layers have their attention or state in
             the same one, they have the same input, see :meth:`is_parallel`.
@@ -148,8 +149,10 @@ class ModelConfig:
         pre_norms: whether the inputs of attention and MLP are normalised.
         post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
             stream.
+        norm_weights: whether the norms of the residual stream have a weight.
         qk_norm: whether Q and K are normalised before they are rotated: ``"none"``, ``"head"`` for each head by itself,
             ``"all"`` for all heads of a token together, or ``"unit"`` for each head without a weight.
+        rotated_first: whether they are rotated before the norms of their heads instead.
         query_scale: factor of Q after such a norm without a weight.
         query_growth, query_length: Q at position p is multiplied by ``1 + query_growth * log(1 + p // query_length)``.
         v_norm: whether each head of V is normalised, without a weight.
@@ -159,6 +162,7 @@ class ModelConfig:
             none.
         parallel: whether the MLP has the same input as attention, instead of attention's output.
         qkv_bias, output_bias, mlp_bias: whether these projections have a bias; with experts, the router has one, too.
+        lm_head_bias: whether the output layer has a bias.
         post_norm_eps: ``norm_eps`` of the outputs of attention and MLP, where it is another one.
         embedding_scale: factor of the embedding.
         normed_embedding: whether the rows of the embedding are normalised, without a weight.
@@ -175,6 +179,7 @@ class ModelConfig:
         mlp_beside_experts: whether layers with experts have an MLP of ``dense_intermediate_size``, too, and the router
             a norm of its own and a factor for each expert, as in Gemma 4.
         shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a logit.
+        experts_scale: factor of the sum of all experts, the shared one included.
         alternating_gate_up: whether the rows of gate and up alternate in a fused matrix, instead of all rows of gate
             coming first.
         has_features: whether the model is a draft head whose cache has features of ``hidden_size`` under each token,
@@ -212,14 +217,17 @@ class ModelConfig:
     head_gate: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     interleaved_rope: bool = False
+    reversed_rope: bool = False
     stored_layers: tuple[tuple[int, int | None], ...] = ()
     activation: str = "silu"
     gated: bool = True
     norm: str = "rms_norm"
     norm_bias: bool = True
+    norm_weights: bool = True
     pre_norms: bool = True
     post_norms: bool = False
     qk_norm: str = "none"
+    rotated_first: bool = False
     query_scale: float = 1.0
     query_growth: float = 0.0
     query_length: int = 1
@@ -231,6 +239,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     post_norm_eps: float | None = None
     embedding_scale: float = 1.0
     normed_embedding: bool = False
@@ -248,6 +257,7 @@ class ModelConfig:
     dense_layers: frozenset[int] = frozenset()
     mlp_beside_experts: bool = False
     shared_expert_gate: bool = False
+    experts_scale: float = 1.0
     alternating_gate_up: bool = False
     has_features: bool = False
     block: BlockConfig | None = None

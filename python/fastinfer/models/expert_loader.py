@@ -7,7 +7,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.gate_up_loader import input_names, read_gate_up_bias, read_input
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.moe import MixtureOfExperts, SharedExpert
-from fastinfer.models.norm import Norm, RMSNorm
+from fastinfer.models.norm import Norm, factor_norm
 
 # Limits of fastinfer.ops.route_experts.
 MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, MAX_EXPERT_GROUPS = 1024, 32, 32
@@ -40,7 +40,7 @@ def check_experts(checkpoint: Checkpoint) -> None:
 def load_mixture(reader: LayerReader, layer: str, norm: Norm) -> MixtureOfExperts:
     """Read the experts of a layer, behind a norm."""
     config, checkpoint = reader.config, reader.checkpoint
-    assert isinstance(norm, RMSNorm)
+    scale = config.experts_scale
     experts = [f"{layer}.experts.{index}" for index in reader.own_experts()]
     shape = hidden, inner = config.hidden_size, config.intermediate_size
     router = checkpoint.linear(f"{layer}.router", config.num_experts, config.hidden_size)
@@ -68,6 +68,7 @@ def load_mixture(reader: LayerReader, layer: str, norm: Norm) -> MixtureOfExpert
         activation=config.activation,
         choice_bias=reader.vector(f"{layer}.router_bias", config.num_experts) if config.router.has_bias else None,
         shared=_shared_expert(reader, layer) if config.shared_intermediate_size else None,
+        post_norm=None if scale == 1.0 else factor_norm(scale, hidden, reader.device),
         gated=config.gated,
         experts_device=reader.experts_device,
     )

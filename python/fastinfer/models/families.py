@@ -12,21 +12,28 @@ from fastinfer.models.structure import (
     GEMMA3,
     GEMMA4,
     GLM4,
+    GPT_NEOX,
     GPT_OSS,
     GRANITE_HYBRID,
     GRANITE_SWA,
     HEAD_NORMS,
     INTERLEAVED,
     JOINT_NORMS,
+    LATE_HEAD_NORMS,
     LATENT,
     LAYER_NORMS,
     LFM2,
     LFM3,
+    MELLUM,
     MUSE_GLIMMER,
+    NANOCHAT,
     NEMOTRON_H,
+    OLMO,
     OLMO2,
+    PHI,
     POST_NORMS,
     QWEN3_NEXT,
+    VAULT_GEMMA,
     Structure,
 )
 
@@ -105,6 +112,7 @@ class Family:
             ``sliding_window`` among them; that of other families' files has no meaning.
         structure: structure of the layers.
         aliases: usual names of settings, with other names that this family's files may have, and that come first.
+        ignored: settings of other families that this one's files may have, and that mean nothing there.
         activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; ``None`` if config.json says it.
         gated: whether the MLP has a gate.
         qkv_bias: whether Q, K and V have a bias where config.json does not say so.
@@ -112,9 +120,11 @@ class Family:
         sigmoid_router: whether experts are chosen by sigmoids and a bias.
         router_bias: whether a bias takes part in the choice of other routers, too.
         epsilon: config.json's name of the norms' ``eps``; ``None`` for the usual one, which follows from the norm.
-        norm_offset: number added to the stored weights of RMSNorms, except those within linear attention.
+        norm_offset: number added to the stored weights of norms, except those within linear attention.
         plain_last_norm: whether it is not added to those of the norm after the last layer, either.
+        rope_alpha: whether the base of rotations is scaled by ``alpha`` alone if there is one.
         transposed: whether matrices are stored as [in_features, out_features].
+        qkv_by_head: whether the fused matrix of Q, K and V has the rows of each head's query, key and value together.
         stacked: the same for tensors that have a projection of all experts, or pairs of tensors in MXFP4; empty if
             each expert always has tensors of its own. A checkpoint may have either.
         stacked_order: ``"out_in"`` if these tensors are [experts, out_features, in_features], ``"in_out"`` if they are
@@ -128,6 +138,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     structure: Structure = field(default_factory=Structure)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
     activation: str | None = None
     gated: bool = True
     qkv_bias: bool = False
@@ -137,7 +148,9 @@ class Family:
     epsilon: str | None = None
     norm_offset: float = 0.0
     plain_last_norm: bool = False
+    rope_alpha: bool = False
     transposed: bool = False
+    qkv_by_head: bool = False
     stacked: Mapping[str, str] = field(default_factory=dict)
     stacked_order: str = "out_in"
 
@@ -222,6 +235,7 @@ _GEMMA4_UNIFIED = replace(
         "hidden_size_per_layer_input": 0,
     },
 )
+_VAULT_GEMMA = replace(_GEMMA2, layer=_LAYER | {"mlp_norm": "pre_feedforward_layernorm"}, structure=VAULT_GEMMA)
 _SLIDING = {"sliding_window": 4096}
 _MISTRAL = Family(defaults={"num_key_value_heads": 8, **_SLIDING})
 # One setting for all biases.
@@ -249,6 +263,13 @@ _COHERE = Family(
     _LAYER | {"mlp_norm": "input_layernorm"},
     structure=COHERE,
     defaults={"logit_scale": 0.0625, "layer_norm_eps": 1e-5},
+)
+_FC12 = {"up_proj": "mlp.fc1", "down_proj": "mlp.fc2"}
+_HUNYUAN = Family(
+    _LAYER | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+    structure=LATE_HEAD_NORMS,
+    rope_alpha=True,
+    defaults={"rms_norm_eps": 1e-5},
 )
 _QWEN3_5 = Family(
     _LAYER | _LINEAR_LAYER,
@@ -341,6 +362,12 @@ _QWEN2_VL = Family(
     defaults={**_QWEN_WINDOWS, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
 )
 
+# What other architectures need that is not implemented.
+MISSING = {
+    "ApertusForCausalLM": "the activation xIELU",
+    **dict.fromkeys(("PhimoeForCausalLM", "PhiMoEForCausalLM"), "the choice of experts by SparseMixer"),
+}
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": _MISTRAL,
@@ -382,6 +409,88 @@ FAMILIES: dict[str, Family] = {
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, layer={**_GLM.layer, **_GLM4_NORMS}, structure=GLM4),
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": replace(
+        _HUNYUAN,
+        layer={**_HUNYUAN.layer, "router": "mlp.gate.wg", "shared_expert": "mlp.shared_mlp"},
+        aliases={"num_experts_per_tok": "moe_topk"},
+        # Files say more than transformers computes, each of them for every layer.
+        ignored=frozenset(
+            {
+                "moe_intermediate_size",
+                "shared_expert_intermediate_size",
+                "norm_topk_prob",
+                "routed_scaling_factor",
+                "scoring_func",
+                "n_group",
+                "topk_group",
+                "first_k_dense_replace",
+            }
+        ),
+        defaults={**_HUNYUAN.defaults, "norm_topk_prob": True, "num_experts": 1, "num_experts_per_tok": 1},
+    ),
+    "NemotronForCausalLM": Family(
+        structure=LAYER_NORMS,
+        gated=False,
+        epsilon="norm_eps",
+        norm_offset=1.0,
+        defaults={"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    ),
+    "Jais2ForCausalLM": Family(
+        structure=LAYER_NORMS,
+        gated=False,
+        defaults={"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
+    ),
+    "HeliumForCausalLM": Family(
+        structure=INTERLEAVED,
+        output_bias=False,
+        defaults={"head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
+    ),
+    "NanoChatForCausalLM": Family(
+        _LAYER | _FC12,
+        structure=NANOCHAT,
+        gated=False,
+        defaults={"hidden_act": "relu2", "final_logit_softcapping": 15.0},
+    ),
+    "PhiForCausalLM": Family(
+        _LAYER | {"o_proj": "self_attn.dense", "mlp_norm": "input_layernorm", **_FC12},
+        top=_TOP | {"norm": "model.final_layernorm"},
+        structure=PHI,
+        gated=False,
+        ignored=frozenset({"attention_bias", "mlp_bias"}),
+        defaults={
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "GPTNeoXForCausalLM": Family(
+        _LAYER
+        | dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attention.query_key_value")
+        | {"o_proj": "attention.dense", "up_proj": "mlp.dense_h_to_4h", "down_proj": "mlp.dense_4h_to_h"},
+        top={
+            "embedding": "gpt_neox.embed_in",
+            "norm": "gpt_neox.final_layer_norm",
+            "lm_head": "embed_out",
+            "layers": "gpt_neox.layers",
+        },
+        prefix="gpt_neox.",
+        structure=GPT_NEOX,
+        aliases={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+        ignored=frozenset({"mlp_bias", "num_key_value_heads", "head_dim"}),
+        gated=False,
+        qkv_by_head=True,
+        defaults={
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rotary_emb_base": 10000.0,
+            "rotary_pct": 0.25,
+        },
+    ),
     "Starcoder2ForCausalLM": Family(
         _LAYER | {"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
         structure=LAYER_NORMS,
@@ -402,14 +511,36 @@ FAMILIES: dict[str, Family] = {
         defaults={"head_dim": 256, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
     ),
     "Gemma2ForCausalLM": _GEMMA2,
+    "VaultGemmaForCausalLM": _VAULT_GEMMA,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "OlmoForCausalLM": Family(structure=OLMO, ignored=frozenset({"layer_norm_eps"}), defaults={"layer_norm_eps": 1e-5}),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(_OLMO2, defaults={**_OLMO2.defaults, **_SLIDING, "rope_theta": 5e5}),
     "Exaone4ForCausalLM": replace(_OLMO2, structure=EXAONE4, defaults={**_OLMO2.defaults, **_SLIDING}),
     "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, **_SLIDING}),
+    "Cohere2MoeForCausalLM": replace(
+        _COHERE,
+        aliases={"n_shared_experts": "num_shared_experts"},
+        ignored=frozenset(
+            {"mlp_only_layers", "decoder_sparse_step", "routed_scaling_factor", "n_group", "topk_group", "scoring_func"}
+        ),
+        defaults={
+            **_COHERE.defaults,
+            **_SLIDING,
+            "head_dim": 128,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 0,
+            "expert_selection_fn": "softmax",
+            "norm_topk_prob": True,
+            "shared_expert_combination_strategy": "average",
+            "sliding_window_pattern": 4,
+            "prefix_dense_sliding_window_pattern": 1,
+        },
+    ),
     # Q, K and V are one matrix; gate and up are another.
     "Phi3ForCausalLM": Family(
         _LAYER
@@ -456,6 +587,20 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e6,
             "norm_topk_prob": True,
             "n_shared_experts": 1,
+        },
+    ),
+    "MellumForCausalLM": Family(
+        structure=MELLUM,
+        ignored=frozenset({"use_sliding_window", "decoder_sparse_step", "mlp_only_layers"}),
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "sliding_window": 1024,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
         },
     ),
     "Qwen3MoeForCausalLM": Family(structure=HEAD_NORMS, defaults={"use_sliding_window": False, "sliding_window": 4096}),

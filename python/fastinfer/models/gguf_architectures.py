@@ -1,7 +1,7 @@
 """Architectures of GGUF files: properties that the metadata does not have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastinfer.models.structure import (
     COHERE,
@@ -12,16 +12,21 @@ from fastinfer.models.structure import (
     GEMMA3,
     GEMMA4,
     GLM4,
+    GPT_NEOX,
     GPT_OSS,
     GRANITE_HYBRID,
     HEAD_NORMS,
     INTERLEAVED,
     JOINT_NORMS,
+    LATE_HEAD_NORMS,
     LATENT,
     LAYER_NORMS,
     LFM2,
+    MELLUM,
     NEMOTRON_H,
+    OLMO,
     OLMO2,
+    PHI,
     QWEN3_NEXT,
     Structure,
 )
@@ -71,6 +76,8 @@ class Architecture:
     tiled_values: bool = False
 
 
+_RELU2 = Architecture(LAYER_NORMS, activation="relu2", gated=False)
+
 _SHORT_CONV = {
     "norm": "token_embd_norm",
     "in_proj": "shortconv.in_proj",
@@ -117,16 +124,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder2": Architecture(LAYER_NORMS, activation="gelu_tanh", gated=False),
     "stablelm": Architecture(LAYER_NORMS),
     "olmoe": Architecture(JOINT_NORMS, renormalizes=False),
+    "hunyuan-dense": Architecture(LATE_HEAD_NORMS),
+    "hunyuan-moe": Architecture(LATE_HEAD_NORMS),
+    "nemotron": _RELU2,
+    "jais2": _RELU2,
+    "phi2": Architecture(PHI, mlp_norm="attn_norm", activation="gelu_tanh", gated=False),
+    "gptneox": Architecture(GPT_NEOX, activation="gelu", gated=False),
+    "mellum": Architecture(replace(MELLUM, only_full_scaled=True)),
     "dots1": Architecture(HEAD_NORMS, sigmoid_router=True),
     "gemma": Architecture(GEMMA, activation="gelu_tanh"),
     "gemma2": Architecture(GEMMA2, activation="gelu_tanh", window=4096),
     # Its predecessors' base in the layers with a window.
     "gemma3": Architecture(GEMMA3, activation="gelu_tanh", local_rope_theta=10000.0),
     "gemma4": Architecture(GEMMA4, activation="gelu_tanh"),
+    "olmo": Architecture(OLMO, permuted=True),
     "olmo2": Architecture(OLMO2),
     "exaone4": Architecture(EXAONE4),
     "command-r": Architecture(COHERE, mlp_norm="attn_norm"),
     "cohere2": Architecture(COHERE, mlp_norm="attn_norm"),
+    "cohere2moe": Architecture(COHERE, mlp_norm="attn_norm", sigmoid_router=True),
     "lfm2": Architecture(LFM2, names=_SHORT_CONV),
     "lfm2moe": Architecture(LFM2, names=_SHORT_CONV),
     "phi3": Architecture(),

@@ -6,11 +6,14 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_experts import router, shared_intermediate_size
+from fastinfer.models.gguf_fields import windows_by_layer
 from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
 from fastinfer.models.gguf_latent import latent_attention, latent_scale
 from fastinfer.models.gguf_rope import query_growth, rope_scaling
@@ -68,6 +71,12 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     latent = latent_attention(file, architecture) if structure.latent_attention else None
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.row_dim
+    if architecture == "gptneox":
+        structure = replace(structure, parallel=file.get("gptneox.use_parallel_residual", bool, True))
+    if architecture == "cohere2moe" and "cohere2moe.attention.layer_norm_rms_epsilon" in file.metadata:
+        structure = replace(structure, norm="rms_norm")
+    if clamp := file.get(f"{architecture}.attention.clamp_kqv", float, 0.0):
+        raise UnsupportedModelError(f"{file.path}: {architecture}.attention.clamp_kqv must be 0, got {clamp}")
     rotary_dim = 0 if family.learned_positions else size("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise GGUFFormatError(f"{file.path}: rotary size must be even and at most {head_dim}, got {rotary_dim}")
@@ -77,7 +86,11 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     rope_theta = number("rope.freq_base", 10000.0, minimum=1.001)
     window = size("attention.sliding_window", family.window)
     windows = periodic_windows(window, structure.window_period, num_layers) if window else ()
-    local_rope_theta = rope_theta if structure.only_full_scaled and windows else family.local_rope_theta
+    if windows and isinstance(file.metadata.get(f"{architecture}.attention.sliding_window_pattern"), np.ndarray):
+        windows = windows_by_layer(file, architecture)[:num_layers]
+    local_rope_theta = family.local_rope_theta
+    if structure.only_full_scaled and windows:
+        local_rope_theta = number("rope.freq_base_swa", rope_theta, minimum=1.001)
     period = family.no_rope_period
     unrotated_layers = frozenset(layer for layer in range(num_layers) if period and (layer + 1) % period == 0)
     # The key says whether anything is rotated.
@@ -131,6 +144,10 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         **structure.config_fields(hidden_size),
     )
     config = replace(config, **_factors(file, architecture))
+    if architecture == "cohere2moe":  # whose dense layers are rotated without a window, too
+        scale = 0.5 if config.shared_intermediate_size else 1.0
+        unrotated = config.unrotated_layers - config.dense_layers
+        return replace(config, experts_scale=scale, unrotated_layers=unrotated)
     return gemma4_config(file, config) if structure is GEMMA4 else config
 
 

@@ -38,9 +38,10 @@ def windows_by_layer(file: GGUFFile, architecture: str) -> tuple[int, ...]:
 
 
 def check_length(file: GGUFFile, architecture: str, key: str, values: np.ndarray) -> None:
-    """Refuse a list that does not have a value for each layer."""
+    """Refuse a list that does not have a value for each layer, or for each that is no further one for drafts."""
     count = file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)
-    if len(values) != count:
+    drafting = file.get(f"{architecture}.nextn_predict_layers", int, 0, minimum=0)
+    if len(values) not in (count, count - drafting):
         raise GGUFFormatError(
             f"{file.path}: {architecture}.{key}: expected {count} values, one for each layer, got {len(values)}"
         )

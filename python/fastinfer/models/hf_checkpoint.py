@@ -22,6 +22,7 @@ from fastinfer.models.checkpoint import (
     decoder_layers,
     expert_index,
     fused_rows,
+    rows_by_head,
     rows_by_key_head,
     split_name,
     stored_layer,
@@ -188,7 +189,7 @@ class HFCheckpoint:
     def _loaded_names(self) -> Iterator[str]:
         """Return the names of the tensors that are loaded, or belong to layers of which some are."""
         # A folder may have more: layers for images, or layers that predict tokens after the next one.
-        loaded = (self._prefix, f"{self._head_prefix}lm_head.")
+        loaded = (self._prefix, f"{self._head_prefix}{self._family.top.get('lm_head', 'lm_head')}.")
         return (name for name in self.tensors.names if name.startswith(loaded))
 
     def _read_config(self) -> tuple[ModelConfig, Family]:
@@ -324,7 +325,7 @@ class HFCheckpoint:
 
         With ``is_single`` those in a checkpoint where each expert has modules of its own.
         """
-        if not name.startswith("layers."):
+        if not name.startswith("layers.") or name.endswith("norm"):  # attention and MLP may share a norm
             return None
         layer, part, rest = split_name(name)
         names = self._family.layer
@@ -339,6 +340,9 @@ class HFCheckpoint:
             assert isinstance(self.config.states, LinearAttentionConfig)
             parts = {other: rows_by_key_head(self.config.states, other) for other in same}
             return parts[part], sum(map(len, parts.values()))
+        if self._family.qkv_by_head:
+            rows_of = {other: rows_by_head(self.config, layer, other) for other in same}
+            return rows_of[part], sum(map(len, rows_of.values()))
         is_shared = bool(rest) and "." not in rest
         inner = self.config.shared_intermediate_size if is_shared else None
         rows = {other: fused_rows(self.config, layer, other, inner) for other in same}
@@ -382,10 +386,11 @@ class HFCheckpoint:
         found = (pair for pair in candidates if any(name.startswith(pair[0] + layers) for name in self.tensors.names))
         decoder, head = next(found, candidates[0])
         # Files of models with images may have the output layer elsewhere.
+        output = self._family.top.get("lm_head", "lm_head")
         heads = (
             name
             for name in (head, "", "language_model.")
-            if any(f"{name}lm_head.{part}" in self.tensors for part in MATRICES)
+            if any(f"{name}{output}.{part}" in self.tensors for part in MATRICES)
         )
         return decoder, next(heads, head)
 

@@ -7,8 +7,9 @@ from typing import Any
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_LAYERS, ModelConfig
-from fastinfer.models.families import FAMILIES, Family
-from fastinfer.models.hf_experts import num_experts, router, shared_intermediate_size
+from fastinfer.models.families import FAMILIES, MISSING, Family
+from fastinfer.models.hf_cohere2_moe import cohere2_moe_config, cohere2_moe_structure, prepare_cohere2_moe
+from fastinfer.models.hf_experts import num_experts, prepare_hunyuan_moe, router, shared_intermediate_size
 from fastinfer.models.hf_falcon_h1 import falcon_h1_factors, falcon_h1_mamba2, prepare_falcon_h1
 from fastinfer.models.hf_fields import Sizes, activation, require
 from fastinfer.models.hf_gemma4 import gemma4_config, prepare_gemma4
@@ -44,8 +45,9 @@ def family_of(fields: JsonFields) -> tuple[str, Family]:
     names = fields.get("architectures", list, [])
     name = str(names[0]) if names else f"model_type {fields.get('model_type', str, 'none')!r}"
     if name not in FAMILIES:
+        needs = f", because it needs {MISSING[name]}" if name in MISSING else ""
         raise UnsupportedModelError(
-            f"{fields.path}: architecture {name} is not implemented; supported are {', '.join(FAMILIES)}"
+            f"{fields.path}: architecture {name} is not implemented{needs}; supported are {', '.join(FAMILIES)}"
         )
     return name, FAMILIES[name]
 
@@ -75,12 +77,16 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
             raise UnsupportedModelError(
                 f"{path}: text_config.model_type must be mistral, ministral3 or mistral4, got {kind!r:.80}"
             )
-    fields.values = {**family.defaults, **fields.values}
+    fields.values = {**family.defaults, **{k: v for k, v in fields.values.items() if k not in family.ignored}}
     fields.values |= {usual: fields.values[own] for usual, own in family.aliases.items() if own in fields.values}
     if name == "GPT2LMHeadModel":
         return gpt2_config(fields)
     if name == "GraniteMoeHybridForCausalLM":
         fields.values |= granite_hybrid_fields(fields)
+    if name == "HunYuanMoEV1ForCausalLM":
+        prepare_hunyuan_moe(fields)
+    elif name == "Cohere2MoeForCausalLM":
+        prepare_cohere2_moe(fields)
     if name == "GemmaForCausalLM" and fields.values["hidden_act"] == "gelu":
         fields.values["hidden_act"] = "gelu_pytorch_tanh"  # which the first files mean
     if name == "Dots1ForCausalLM" and fields.values.get("scoring_func") == "noaux_tc":
@@ -119,15 +125,22 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         structure = replace(structure, post_norms=fields.get("use_post_norm", bool, True))
     if name == "Glm4MoeForCausalLM" and fields.get("use_qk_norm", bool, False):
         structure = replace(structure, qk_norm="head")
+    if name == "Cohere2MoeForCausalLM":
+        structure = cohere2_moe_structure(fields)
+    if name == "GPTNeoXForCausalLM":
+        structure = replace(structure, parallel=fields.get("use_parallel_residual", bool, True))
     if latent is not None:
         structure = replace(structure, interleaved_rope=fields.get("rope_interleave", bool, True))
     attention_bias = fields.get("attention_bias", bool, False)
     output_bias = attention_bias and family.output_bias
     if "attention_out_bias" in family.defaults:
         output_bias = fields.get("attention_out_bias", bool)
-    epsilon = family.epsilon or ("layer_norm_eps" if family.structure.norm == "layer_norm" else "rms_norm_eps")
+    epsilon = family.epsilon or ("layer_norm_eps" if structure.norm == "layer_norm" else "rms_norm_eps")
     scalar = fields.get("query_pre_attn_scalar", float, None, minimum=1e-3)
     unrotated = unrotated_layers(fields, name, family, windows, num_layers)
+    if name == "NanoChatForCausalLM":
+        # Norms come after the rotation, which changes no length but by this factor.
+        rope.scaling = replace(rope.scaling, attention_factor=1.0)
     if name in _ROPE_BY_LAYER:
         unrotated = rope.by_layer(fields, windows, num_layers)
     config = ModelConfig(
@@ -181,6 +194,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         return gemma4_config(fields, config)
     if family.structure is LFM3:
         return lfm3_config(fields, config)
+    if name == "Cohere2MoeForCausalLM":
+        return cohere2_moe_config(fields, config)
     if structure is FALCON_H1:
         return replace(config, **falcon_h1_factors(fields, head_dim))
     return replace(config, **_factors(fields, name, head_dim))
@@ -200,6 +215,9 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "use_qk_norm", False)
     if name == "ArceeForCausalLM":
         require(fields, "hidden_act", "relu2")
+    if name == "PhiForCausalLM":
+        require(fields, "qk_layernorm", False)
+        require(fields, "tie_word_embeddings", False)
     if name == "StableLmForCausalLM":
         require(fields, "qk_layernorm", False)
         require(fields, "use_parallel_residual", False)
@@ -208,7 +226,7 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         last = fields.get("num_hidden_layers", int) - 1
         if (end := fields.get("moe_layer_end_index", int, -1)) not in (-1, last):
             raise UnsupportedModelError(f"{fields.path}: moe_layer_end_index must be -1 or {last}, got {end}")
-    if name == "OlmoeForCausalLM" and fields.values.get("clip_qkv") is not None:
+    if name in ("OlmoForCausalLM", "OlmoeForCausalLM") and fields.values.get("clip_qkv") is not None:
         raise UnsupportedModelError(f"{fields.path}: clip_qkv must be null, got {fields.values['clip_qkv']!r:.80}")
     if name == "DeepseekV2ForCausalLM":
         require(fields, "topk_method", "greedy")

@@ -1,5 +1,6 @@
 """Experts and their router, from ``config.json``."""
 
+from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_SIZE, RouterConfig
 from fastinfer.models.families import Family
@@ -9,6 +10,21 @@ from fastinfer.models.hf_fields import Sizes, require
 def num_experts(size: Sizes) -> int:
     """Return the number of experts of a layer, 0 for a model without."""
     return size("n_routed_experts", 0) or size("num_local_experts", 0) or size("num_experts", 0)
+
+
+def prepare_hunyuan_moe(fields: JsonFields) -> None:
+    """Add the width of the shared expert, and the number of a token's experts, which the file may say for each layer.
+
+    Raises:
+        UnsupportedModelError: the layers differ.
+    """
+    key = "num_experts_per_tok"
+    counts = fields.values[key]
+    if isinstance(counts, list):
+        if len(set(map(str, counts))) != 1:
+            raise UnsupportedModelError(f"{fields.path}: moe_topk must be the same for all layers, got {counts!r:.80}")
+        fields.values[key] = counts[0]
+    fields.values["shared_intermediate_size"] = fields.values.get("intermediate_size")
 
 
 def router(fields: JsonFields, family: Family, experts: int) -> RouterConfig:

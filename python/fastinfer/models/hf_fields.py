@@ -9,7 +9,9 @@ ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
+    "relu2": "relu2",
 }
 
 
@@ -35,7 +37,7 @@ def require(fields: JsonFields, key: str, expected: object) -> None:
 def activation(fields: JsonFields, key: str, *, gated: bool = True) -> str:
     """Return the activation of an MLP that the files call by another name."""
     name = fields.get(key, str, "silu")
-    known = [other for other, ours in ACTIVATIONS.items() if gated or ours != "silu"]
+    known = [other for other, ours in ACTIVATIONS.items() if ours != ("relu2" if gated else "silu")]
     if name not in known:
         raise UnsupportedModelError(
             f"{fields.path}: {key} {name!r} is not implemented; supported are {', '.join(known)}"

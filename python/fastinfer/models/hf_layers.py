@@ -77,7 +77,7 @@ def unrotated_layers(
         return _smollm3_unrotated_layers(fields, num_layers)
     # Without any window, too: Cohere 2 rotates what has a window, EXAONE 4 all layers if there is no length of one.
     is_exaone = name == "Exaone4ForCausalLM" and fields.values.get("sliding_window") is not None
-    if name == "Cohere2ForCausalLM" or is_exaone:
+    if name in ("Cohere2ForCausalLM", "Cohere2MoeForCausalLM") or is_exaone:
         return frozenset(layer for layer in range(num_layers) if not (windows and windows[layer]))
     if name == "MuseGlimmerForConditionalGeneration":
         if fields.values.get("layer_rope_theta") is None:

@@ -40,6 +40,7 @@ class Rope:
             if full is None:
                 raise CheckpointFormatError(f"{fields.path}: {key}.full_attention is missing")
             parameters = full
+        self._has_alpha = family.rope_alpha
         theta = fields.get("rope_theta", float, 10000.0, minimum=1.001)
         self.theta = parameters.get("rope_theta", float, theta, minimum=1.001) if parameters else theta
         self.local_theta = fields.get("rope_local_base_freq", float, None, minimum=1.001)
@@ -87,6 +88,8 @@ class Rope:
         self.query_growth = scaling.get("llama_4_scaling_beta", float, 0.0, minimum=0.0)
         if self.query_growth:
             self.query_length = scaling.get("original_max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
+        if kind == "dynamic" and self._has_alpha and scaling.values.get("alpha"):
+            return ops.RopeScaling("ntk", factor=scaling.get("alpha", float, minimum=1e-3))
         # With text alone a token has the same position in all dimensions of mrope.
         if kind in ("default", "none", "mrope"):
             return ops.RopeScaling()

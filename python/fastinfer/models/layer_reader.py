@@ -141,7 +141,11 @@ class LayerReader:
     def vocabulary(self, name: str, rows: int, width: int | None = None, columns: Tensor | None = None) -> Weight:
         """Read a matrix with a row for each token, of the hidden size or another width, or some columns of it."""
         parts = self.vocabulary_parts(name, rows, width, columns)
-        return self.make(parts, self.precision.logits_activation_bits, rows=rows)
+        return self.make(parts, self.precision.logits_activation_bits, self.vocabulary_bias(name, rows), rows)
+
+    def vocabulary_bias(self, name: str, rows: int) -> Tensor | None:
+        """Read the bias of such a matrix; ``None`` if it has none."""
+        return self.vector(f"{name}.bias", rows) if name == "lm_head" and self.config.lm_head_bias else None
 
     def vocabulary_parts(self, name: str, rows: int, width: int | None, columns: Tensor | None) -> Iterable[Unpacked]:
         """Return consecutive parts of such a matrix, see :meth:`vocabulary`."""
@@ -155,7 +159,9 @@ class LayerReader:
     def norm(self, name: str, factor: float = 1.0, scale: float | None = None) -> Norm:
         """Read a norm of a stream that is ``scale`` times smaller than the model's; the output is times ``factor``."""
         config = self.config
-        weight = self.vector(name, config.hidden_size) * factor
+        weight = torch.full((config.hidden_size,), factor, dtype=torch.float32, device=self.device)
+        if config.norm_weights:
+            weight = weight * self.vector(name, config.hidden_size)
         if config.norm == "layer_norm":
             bias = torch.zeros_like(weight)
             if config.norm_bias:

@@ -2,12 +2,13 @@
 
 from torch import Tensor
 
-from fastinfer.models.checkpoint import fused_rows, rows_by_key_head
+from fastinfer.models.checkpoint import fused_rows, rows_by_head, rows_by_key_head
 from fastinfer.models.config import LatentAttentionConfig, ModelConfig
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config
 
 # Modules of an adapter that are several weights here: the order of their rows.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_BY_HEAD = {"query_key_value": ("q_proj", "k_proj", "v_proj")}
 _BY_KEY_HEAD = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
 
 Sizes = dict[str, tuple[int, int]]
@@ -38,6 +39,8 @@ def module_parts(config: ModelConfig, layer: int, module: str, inner: int | None
     states = config.states
     if module in _FUSED:
         return {part: fused_rows(config, layer, part, inner) for part in _FUSED[module]}
+    if module in _BY_HEAD and config.num_heads == config.num_kv_heads:
+        return {part: rows_by_head(config, layer, part) for part in _BY_HEAD[module]}
     if module in _BY_KEY_HEAD and isinstance(states, LinearAttentionConfig):
         return {part: rows_by_key_head(states, part) for part in _BY_KEY_HEAD[module]}
     if module == "in_proj" and isinstance(states, Mamba2Config):

@@ -9,7 +9,7 @@ from fastinfer.models.activation import activation_and_mul, plain_activation
 from fastinfer.models.config import RouterConfig
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.moves import moved
-from fastinfer.models.norm import RMSNorm
+from fastinfer.models.norm import Norm, RMSNorm
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import Weight
@@ -89,13 +89,13 @@ class MixtureOfExperts:
         shared: expert of all tokens, or ``None``.
         router_norm: norm of the router's input, if it is not that of the experts.
         expert_scale: [experts] fp32, factors of the experts' weights; or ``None``.
-        post_norm: norm of the output, or ``None``.
+        post_norm: norm of the output, or a factor of it in the form of a norm; or ``None``.
         gated: whether experts have a gate.
         experts_device: device of ``gate_up`` and ``down``, if it is not that of the other weights; ``None`` otherwise.
             The inputs of the experts are copied there, and their outputs back. Their adapters are there, too.
     """
 
-    norm: RMSNorm
+    norm: Norm
     router: Weight
     gate_up: ExpertWeights
     down: ExpertWeights
@@ -120,14 +120,14 @@ class MixtureOfExperts:
         routing = self._route(logits)
         away = self.experts_device
         inputs = (x, routing, lora) if away is None else moved((x, routing, lora), away)
-        addend = self.down.own_residual(residual)
+        addend = None if self.post_norm is not None else self.down.own_residual(residual)
         if self.shared is not None:  # before the experts, so that a GPU computes it while a CPU computes them
             addend = self.shared(x, addend, lora)
         out = self._experts(*inputs)
         if away is not None:
             out = moved(out, str(x.device))
-        if self.post_norm is not None:  # of models without a shared expert
-            return self.post_norm(self.down.combine(out, routing, None), residual)
+        if self.post_norm is not None:
+            return self.post_norm(self.down.combine(out, routing, addend), residual)
         return self.down.combine(out, routing, addend, residual)
 
     def _route(self, logits: Tensor) -> ops.Routing:

@@ -50,13 +50,18 @@ def _cos_sin_caches(checkpoint: Checkpoint, positions: int, device: str) -> tupl
         factors = checkpoint.vector("rope_factors", config.rotary_dim // 2)
     sizes = config.rotary_dim, positions
     try:
-        table = ops.cos_sin_cache(*sizes, config.rope_theta, config.rope_scaling, factors).to(device)
+        table = ops.cos_sin_cache(*sizes, config.rope_theta, config.rope_scaling, factors)
     except (ValueError, ArithmeticError) as error:  # logarithms and quotients of a damaged file's numbers
         raise UnsupportedModelError(f"{checkpoint.path}: rotary scaling: {error}") from None
-    if config.local_rope_theta is None:
-        return table, table
-    local = config.local_rotary_dim or config.rotary_dim
-    return table, ops.cos_sin_cache(local, positions, config.local_rope_theta).to(device)
+    tables = [table]
+    if config.local_rope_theta is not None:
+        local = config.local_rotary_dim or config.rotary_dim
+        tables.append(ops.cos_sin_cache(local, positions, config.local_rope_theta))
+    if config.reversed_rope:
+        for table in tables:
+            table.chunk(2, dim=-1)[1].neg_()  # the sines
+    tables = [table.to(device) for table in tables]
+    return tables[0], tables[-1]
 
 
 def _growing_query_scales(config: ModelConfig, positions: int) -> Tensor | None:

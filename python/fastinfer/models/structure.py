@@ -9,9 +9,9 @@ class Structure:
     """Structure of a family's layers.
 
     Attributes:
-        norm, norm_bias, pre_norms, post_norms, qk_norm, v_norm, layer_scales, parallel, interleaved_rope,
-            attention_sinks, output_gate, separate_gate, head_gate, normed_embedding, alternating_gate_up: see
-            :class:`fastinfer.models.config.ModelConfig`.
+        norm, norm_bias, norm_weights, pre_norms, post_norms, qk_norm, rotated_first, v_norm, layer_scales, parallel,
+            interleaved_rope, reversed_rope, attention_sinks, output_gate, separate_gate, head_gate, normed_embedding,
+            alternating_gate_up, lm_head_bias: see :class:`fastinfer.models.config.ModelConfig`.
         scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
         window_period: every n-th layer has full attention, the others a window, in models with windows whose files do
             not say more; 0 for a window in all layers.
@@ -26,13 +26,16 @@ class Structure:
 
     norm: str = "rms_norm"
     norm_bias: bool = True
+    norm_weights: bool = True
     pre_norms: bool = True
     post_norms: bool = False
     qk_norm: str = "none"
+    rotated_first: bool = False
     v_norm: bool = False
     layer_scales: bool = False
     parallel: bool = False
     interleaved_rope: bool = False
+    reversed_rope: bool = False
     attention_sinks: bool = False
     alternating_gate_up: bool = False
     scaled_embedding: bool = False
@@ -47,25 +50,30 @@ class Structure:
     mamba2: bool = False
     short_convs: bool = False
     latent_attention: bool = False
+    lm_head_bias: bool = False
 
     def config_fields(self, hidden_size: int) -> dict[str, Any]:
         """Return the fields of a :class:`fastinfer.models.config.ModelConfig` that follow from the structure."""
         same = (
             "norm",
             "norm_bias",
+            "norm_weights",
             "pre_norms",
             "post_norms",
             "qk_norm",
+            "rotated_first",
             "v_norm",
             "layer_scales",
             "parallel",
             "interleaved_rope",
+            "reversed_rope",
             "attention_sinks",
             "alternating_gate_up",
             "output_gate",
             "separate_gate",
             "head_gate",
             "normed_embedding",
+            "lm_head_bias",
         )
         scale = hidden_size**0.5 if self.scaled_embedding else 1.0
         return {**{name: getattr(self, name) for name in same}, "embedding_scale": scale}
@@ -96,7 +104,11 @@ def shared_kv_layers(windows: tuple[int, ...], num_shared: int) -> tuple[int, ..
 
 HEAD_NORMS = Structure(qk_norm="head")
 JOINT_NORMS = Structure(qk_norm="all")
+LATE_HEAD_NORMS = Structure(qk_norm="head", rotated_first=True)
+# The files say which layers have a window.
+MELLUM = replace(HEAD_NORMS, window_period=1)
 LAYER_NORMS = Structure(norm="layer_norm")
+OLMO = Structure(norm="layer_norm", norm_bias=False, norm_weights=False)
 INTERLEAVED = Structure(interleaved_rope=True)
 POST_NORMS = Structure(post_norms=True)
 GLM4 = replace(POST_NORMS, interleaved_rope=True)
@@ -104,6 +116,7 @@ GEMMA = Structure(scaled_embedding=True)
 GEMMA2 = Structure(post_norms=True, scaled_embedding=True, window_period=2)
 GEMMA3 = replace(GEMMA2, qk_norm="head", window_period=6)
 GEMMA4 = replace(GEMMA3, v_norm=True, layer_scales=True)
+VAULT_GEMMA = replace(GEMMA2, post_norms=False)
 # Also OLMo 3.
 OLMO2 = Structure(pre_norms=False, post_norms=True, qk_norm="all", window_period=4, only_full_scaled=True)
 EXAONE4 = replace(OLMO2, qk_norm="head", only_full_scaled=False, only_windows_rotate=True)
@@ -122,6 +135,10 @@ COHERE = Structure(
     window_period=4,
     only_windows_rotate=True,
 )
+PHI = Structure(norm="layer_norm", parallel=True, lm_head_bias=True)
+# Attention and MLP have a norm each.
+GPT_NEOX = Structure(norm="layer_norm", parallel=True)
+NANOCHAT = Structure(norm_weights=False, qk_norm="unit", reversed_rope=True, normed_embedding=True)
 GPT_OSS = Structure(attention_sinks=True, alternating_gate_up=True, window_period=2)
 GRANITE_SWA = Structure(attention_sinks=True)
 MUSE_GLIMMER = Structure(post_norms=True, qk_norm="unit", output_gate=True, separate_gate=True, normed_embedding=True)

@@ -121,7 +121,10 @@ class ShardedReader(LayerReader):
     def vocabulary(self, name: str, rows: int, width: int | None = None, columns: Tensor | None = None) -> Weight:
         widths = self._widths(rows)
         parts = self.vocabulary_parts(name, rows, width, columns)
-        local = self.make(parts, self.precision.logits_activation_bits, rows=widths[self._group.rank])
+        bias = self.vocabulary_bias(name, rows)
+        if bias is not None:
+            bias = bias.split(widths)[self._group.rank]
+        local = self.make(parts, self.precision.logits_activation_bits, bias, widths[self._group.rank])
         return ShardedRows(local, self._group, widths)
 
     def heads_norm(self, name: str, size: int) -> RMSNorm:

@@ -31,6 +31,11 @@ NAMES = {
     "glm4": ("Glm4ForCausalLM", "glm4"),
     "starcoder2": ("Starcoder2ForCausalLM", "starcoder2"),
     "stablelm": ("StableLmForCausalLM", "stablelm"),
+    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
+    "nemotron": ("NemotronForCausalLM", "nemotron"),
+    "jais2": ("Jais2ForCausalLM", "jais2"),
+    "phi2": ("PhiForCausalLM", "phi"),
     "gemma": ("GemmaForCausalLM", "gemma"),
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
@@ -114,8 +119,8 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
         epsilon: config.norm_eps,
         "hidden_activation" if config.architecture.startswith("Gemma") else "hidden_act": activation,
     }
-    if config.mlp_bias:
-        values["mlp_bias"] = True
+    if config.mlp_bias != family.defaults.get("mlp_bias", False):
+        values["mlp_bias"] = config.mlp_bias
     if not family.qkv_bias:
         values[family.aliases.get("attention_bias", "attention_bias")] = config.qkv_bias
     return values
@@ -124,8 +129,9 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
 def _positions(config: ModelConfig) -> dict[str, Any]:
     defaults = FAMILIES[config.architecture].defaults
     values: dict[str, Any] = {"max_position_embeddings": config.max_position, "rope_theta": config.rope_theta}
-    if config.rotary_dim != config.head_dim:
-        values["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    share = config.rotary_dim / config.head_dim
+    if share != defaults.get("partial_rotary_factor", 1.0):
+        values["partial_rotary_factor"] = share
     if config.rope_scaling.kind != "none":
         values["rope_scaling"] = _rope_scaling(config.rope_scaling)
     if config.query_growth:

@@ -113,6 +113,8 @@ def _tensors(checkpoint: _RecordingCheckpoint, config: ModelConfig) -> Iterator[
     for name in ("embedding", "lm_head"):
         if name in checkpoint:
             checkpoint.linear(name, config.vocab_size, config.hidden_size)
+    if config.lm_head_bias:
+        checkpoint.vector("lm_head.bias", config.vocab_size)
     loader.norm()
     checkpoint.read.pop("rope_factors", None)  # which config.json has
     yield _stored(checkpoint.take(), config)
@@ -125,8 +127,10 @@ def _tensors(checkpoint: _RecordingCheckpoint, config: ModelConfig) -> Iterator[
 def _stored(read: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Rename tensors, and concatenate those that are one in such a folder, in the order in which they were read."""
     parts: dict[str, list[Tensor]] = {}
+    names = FAMILIES[config.architecture].layer
+    is_shared = names["mlp_norm"] == names["attention_norm"]
     for name, values in read.items():
-        if name.endswith(".mlp_norm") and config.parallel:
+        if ".mlp_norm" in name and is_shared:
             continue  # attention's
         parts.setdefault(_stored_name(name, config), []).append(_stored_values(name, values, config))
     return {name: torch.cat(values) for name, values in parts.items()}

@@ -42,7 +42,7 @@ def fold_target(name: str, config: ModelConfig) -> str | None:
     if first or part == "gate_proj" or (part == "up_proj" and not config.gated):
         # No norm, or one for both; the projections of latent attention are two weights with one norm.
         is_shared = config.latent_attention is not None or config.has_parallel_layers
-        if not config.pre_norms or config.parallel or (first and is_shared):
+        if not (config.pre_norms and config.norm_weights) or config.parallel or (first and is_shared):
             return None
         return f"{layer}.{'attention_norm' if first else 'mlp_norm'}"
     if part == "down_proj" and config.gated:
