@@ -83,6 +83,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "norms behind experts": (
+        "afmoe",
+        {"target_modules": ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], "r": 3},
+    ),
     "shared expert": ("glm4-moe", {"target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"], "r": 2}),
     "shared expert of fused matrices": (
         "granite-moe-shared",

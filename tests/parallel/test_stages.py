@@ -55,6 +55,7 @@ FAMILIES = [
     "gpt-oss",
     "deepseek-v2",
     "glm4-moe",
+    "afmoe",
     "minimax-m2",
     "qwen3-next",
     "lfm2",

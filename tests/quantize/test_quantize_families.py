@@ -49,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral4": LATENT,
     "glm4-moe-lite": LATENT,
     "gpt-oss": {"intermediate_size": 96},
+    "afmoe": {"moe_intermediate_size": 64},
     "granite-moe": {},
     "granite-moe-shared": {"shared_intermediate_size": 96},
     "granite-moe-swa": {"shared_intermediate_size": 96},

@@ -224,6 +224,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", LINEAR),
     "qwen3.5-few": ("Qwen3_5", LINEAR | FEW),
 }
+# What files name otherwise than dots.llm1.
+AFMOE_NAMES = {"num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.5}
+FAMILIES |= {
+    "afmoe": (
+        "Afmoe",
+        HEADS | EXPERTS | AFMOE_NAMES | {"num_hidden_layers": 6, "sliding_window": 16, "mup_enabled": True},
+    ),
+    "afmoe-full": (
+        "Afmoe",
+        HEADS
+        | EXPERTS
+        | {"num_dense_layers": 2, "num_hidden_layers": 3, "global_attn_every_n_layers": 1, "tie_word_embeddings": True},
+    ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        HEADS
+        | EXPERTS
+        | {"num_hidden_layers": 6, "sliding_window": 16, "n_group": 4, "topk_group": 2, "num_shared_experts": 2},
+    ),
+    "exaone-moe-full": (
+        "ExaoneMoe",
+        EXPERTS
+        | {"layer_types": ["full_attention"] * 4, "norm_topk_prob": False, "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]},
+    ),
+    "exaone-moe-other": (
+        "ExaoneMoe",
+        EXPERTS
+        | {"sliding_window": 16, "norm_topk_prob": False, "tie_word_embeddings": True, "first_k_dense_replace": 2}
+        | {"layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")]},
+    ),
+}
 GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -349,6 +381,8 @@ def make_model(family: str, seed: int = 0, **more: Any) -> Any:
     model = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_(std=config.initializer_range)
             if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) / 5)
             if name.startswith("Gemma4") and parameter_name.endswith("q_norm.weight"):

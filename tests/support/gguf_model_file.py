@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "glm4": ("glm4", gguf.MODEL_ARCH.GLM4),
     "starcoder2": ("starcoder2", gguf.MODEL_ARCH.STARCODER2),
     "stablelm": ("stablelm", gguf.MODEL_ARCH.STABLELM),
+    "afmoe": ("afmoe", gguf.MODEL_ARCH.AFMOE),
+    "exaone_moe": ("exaone-moe", gguf.MODEL_ARCH.EXAONE_MOE),
     "olmoe": ("olmoe", gguf.MODEL_ARCH.OLMOE),
     "dots1": ("dots1", gguf.MODEL_ARCH.DOTS1),
     "gemma": ("gemma", gguf.MODEL_ARCH.GEMMA),
@@ -67,7 +69,7 @@ ARCHITECTURES = {
 
 # Those of Nemotron-H need not be undone, because nothing is rotated.
 PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
-WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "gpt-oss")
+WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "gpt-oss", "afmoe", "exaone-moe")
 
 
 def write_gguf(
@@ -234,6 +236,17 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
     if architecture.startswith("qwen35"):
         pairs = int(config.head_dim * share) // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+    if architecture == "exaone-moe":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if architecture in ("afmoe", "exaone-moe"):
+        dense = config.num_dense_layers if architecture == "afmoe" else config.mlp_layer_types.count("dense")
+        writer.add_leading_dense_block_count(dense)
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_expert_weights_scale(config.route_scale if architecture == "afmoe" else config.routed_scaling_factor)
+    if architecture == "exaone-moe":
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
     if architecture == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
     if architecture in ("glm4moe", "minimax-m2", "lfm2moe", "dots1"):

@@ -7,7 +7,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.gate_up_loader import input_names, read_gate_up_bias, read_input
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.moe import MixtureOfExperts, SharedExpert
-from fastinfer.models.norm import Norm, RMSNorm
+from fastinfer.models.norm import Norm
 
 # Limits of fastinfer.ops.route_experts.
 MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, MAX_EXPERT_GROUPS = 1024, 32, 32
@@ -40,7 +40,6 @@ def check_experts(checkpoint: Checkpoint) -> None:
 def load_mixture(reader: LayerReader, layer: str, norm: Norm) -> MixtureOfExperts:
     """Read the experts of a layer, behind a norm."""
     config, checkpoint = reader.config, reader.checkpoint
-    assert isinstance(norm, RMSNorm)
     experts = [f"{layer}.experts.{index}" for index in reader.own_experts()]
     shape = hidden, inner = config.hidden_size, config.intermediate_size
     router = checkpoint.linear(f"{layer}.router", config.num_experts, config.hidden_size)

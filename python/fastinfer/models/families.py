@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fastinfer.models.structure import (
+    AFMOE,
     COHERE,
     EXAONE4,
+    EXAONE_MOE,
     FALCON_H1,
     GEMMA,
     GEMMA2,
@@ -103,6 +105,7 @@ class Family:
         prefix: prefix of all names, which some checkpoints leave out.
         defaults: values of config.json that its writers may leave out. Families whose layers may have a window have
             ``sliding_window`` among them; that of other families' files has no meaning.
+        fixed: values of config.json that its files may have, too, but that their own program does not read.
         structure: structure of the layers.
         aliases: usual names of settings, with other names that this family's files may have, and that come first.
         activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; ``None`` if config.json says it.
@@ -126,6 +129,7 @@ class Family:
     top: Mapping[str, str] = field(default_factory=lambda: _TOP)
     prefix: str = "model."
     defaults: Mapping[str, object] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
     structure: Structure = field(default_factory=Structure)
     aliases: Mapping[str, str] = field(default_factory=dict)
     activation: str | None = None
@@ -237,6 +241,21 @@ _GLM = Family(
         "rms_norm_eps": 1.5625e-7,
         "partial_rotary_factor": 0.5,
         "attention_bias": True,
+    },
+)
+_EXAONE_MOE = Family(
+    _LAYER | {"router_bias": "mlp.e_score_correction_bias"},
+    structure=EXAONE_MOE,
+    aliases={"n_shared_experts": "num_shared_experts"},
+    sigmoid_router=True,
+    defaults={
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "norm_topk_prob": True,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        **_SLIDING,
     },
 )
 _GLM4_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_mlp_norm": "post_mlp_layernorm"}
@@ -476,6 +495,38 @@ FAMILIES: dict[str, Family] = {
         sigmoid_router=True,
         defaults={"rope_theta": 5e6, "norm_topk_prob": True},
     ),
+    "AfmoeForCausalLM": Family(
+        _LAYER
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_mlp_layernorm",
+            "post_mlp_norm": "post_mlp_layernorm",
+            "router": "mlp.router.gate",
+            "router_bias": "mlp.expert_bias",
+        },
+        structure=AFMOE,
+        aliases={
+            "n_shared_experts": "num_shared_experts",
+            "routed_scaling_factor": "route_scale",
+            "sliding_window_pattern": "global_attn_every_n_layers",
+        },
+        sigmoid_router=True,
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "num_dense_layers": 1,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1408,
+            "sliding_window": 1024,
+            "mup_enabled": False,
+        },
+        fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    ),
+    # The second name is that of published files.
+    "ExaoneMoeForCausalLM": _EXAONE_MOE,
+    "ExaoneMoEForCausalLM": _EXAONE_MOE,
     "GptOssForCausalLM": Family(
         _LAYER | {"router": "mlp.router"},
         structure=GPT_OSS,
@@ -493,7 +544,12 @@ FAMILIES: dict[str, Family] = {
         stacked_order="in_out",
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
-    "DeepseekV2ForCausalLM": Family(_LAYER | _LATENT_LAYER, structure=LATENT, defaults={"n_shared_experts": 2}),
+    "DeepseekV2ForCausalLM": Family(
+        _LAYER | _LATENT_LAYER,
+        structure=LATENT,
+        defaults={"n_shared_experts": 2},
+        fixed={"n_group": 1, "topk_group": 1},  # of another method
+    ),
     "DeepseekV3ForCausalLM": Family(
         _LAYER | _LATENT_LAYER,
         structure=LATENT,

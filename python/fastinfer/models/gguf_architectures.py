@@ -1,11 +1,13 @@
 """Architectures of GGUF files: properties that the metadata does not have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastinfer.models.structure import (
+    AFMOE,
     COHERE,
     EXAONE4,
+    EXAONE_MOE,
     FALCON_H1,
     GEMMA,
     GEMMA2,
@@ -97,6 +99,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
     "glm4moe": Architecture(mlp_norm="post_attention_norm"),
+    "afmoe": Architecture(
+        replace(AFMOE, scaled_embedding=True), names={"output_gate": "attn_gate"}, sigmoid_router=True
+    ),
+    "exaone-moe": Architecture(EXAONE_MOE, sigmoid_router=True),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
     # Draft heads.

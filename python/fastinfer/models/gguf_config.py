@@ -6,6 +6,8 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
@@ -76,7 +78,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     num_dense = file.get(f"{architecture}.leading_dense_block_count", int, 0, minimum=0) if num_experts else 0
     rope_theta = number("rope.freq_base", 10000.0, minimum=1.001)
     window = size("attention.sliding_window", family.window)
-    windows = periodic_windows(window, structure.window_period, num_layers) if window else ()
+    windows = _windows(file, architecture, window, num_layers) if window else ()
     local_rope_theta = rope_theta if structure.only_full_scaled and windows else family.local_rope_theta
     period = family.no_rope_period
     unrotated_layers = frozenset(layer for layer in range(num_layers) if period and (layer + 1) % period == 0)
@@ -129,6 +131,19 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     )
     config = replace(config, **_factors(file, architecture))
     return gemma4_config(file, config) if structure is GEMMA4 else config
+
+
+def _windows(file: GGUFFile, architecture: str, window: int, num_layers: int) -> tuple[int, ...]:
+    """Return the length of each layer's attention window, by the file's list of layers if it has one."""
+    flags = file.metadata.get(f"{architecture}.attention.sliding_window_pattern")
+    if not isinstance(flags, np.ndarray):
+        return periodic_windows(window, ARCHITECTURES[architecture].structure.window_period, num_layers)
+    if len(flags) < num_layers:  # layers for further tokens may be in the list, too
+        raise GGUFFormatError(
+            f"{file.path}: {architecture}.attention.sliding_window_pattern: expected {num_layers} values, one for each "
+            f"layer, got {len(flags)}"
+        )
+    return tuple(window if flag else 0 for flag in flags[:num_layers].tolist())
 
 
 def _has_biases(file: GGUFFile, part: str) -> bool:

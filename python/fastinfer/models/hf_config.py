@@ -75,7 +75,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
             raise UnsupportedModelError(
                 f"{path}: text_config.model_type must be mistral, ministral3 or mistral4, got {kind!r:.80}"
             )
-    fields.values = {**family.defaults, **fields.values}
+    fields.values = {**family.defaults, **fields.values, **family.fixed}
     fields.values |= {usual: fields.values[own] for usual, own in family.aliases.items() if own in fields.values}
     if name == "GPT2LMHeadModel":
         return gpt2_config(fields)
@@ -112,8 +112,6 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     experts = num_experts(size)
     dense = dense_layers(fields, num_layers) if experts else frozenset()
     _check_settings(fields, name, family)
-    if name == "DeepseekV2ForCausalLM":
-        fields.values |= {"n_group": 1, "topk_group": 1}  # of another method
     structure = lfm3_structure(fields) if family.structure is LFM3 else family.structure
     if name == "HyperCLOVAXForCausalLM":
         structure = replace(structure, post_norms=fields.get("use_post_norm", bool, True))
@@ -215,7 +213,7 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "use_qk_norm", True)
         require(fields, "qk_norm_type", "per_layer")
         require(fields, "shared_intermediate_size", 0)
-    if name == "MuseGlimmerForConditionalGeneration":
+    if name in ("MuseGlimmerForConditionalGeneration", "AfmoeForCausalLM"):
         require(fields, "attention_bias", False)
 
 
@@ -234,6 +232,8 @@ def _factors(fields: JsonFields, name: str, head_dim: int) -> dict[str, Any]:
             "attention_scale": factor("attention_multiplier", 1.0 if is_granite else head_dim**-0.5),
             "logits_scale": 1.0 / logits_scaling if is_granite else logits_scaling,
         }
+    if name == "AfmoeForCausalLM" and fields.get("mup_enabled", bool):
+        return {"embedding_scale": float(fields.get("hidden_size", int)) ** 0.5}
     if name == "MuseGlimmerForConditionalGeneration":
         return {
             "query_scale": factor("qk_scale_factor", 1.0),

@@ -18,13 +18,11 @@ def load_mlp(reader: LayerReader, index: int) -> MLP | None:
     norm = reader.pre_norm(f"{layer}.mlp_norm", factor=config.mlp_input_scale)
     # The last part of a layer multiplies its output by the layer's scale.
     factor = 1.0 if config.per_layer_size else reader.layer_scale(index)
-    if config.has_experts(index):
-        return (
-            _mlp_beside_experts(reader, layer, norm, factor)
-            if config.mlp_beside_experts
-            else load_mixture(reader, layer, norm)
-        )
     post_norm = f"{layer}.post_mlp_norm"
+    if config.has_experts(index):
+        if config.mlp_beside_experts:
+            return _mlp_beside_experts(reader, layer, norm, factor)
+        return replace(load_mixture(reader, layer, norm), post_norm=reader.post_norm(post_norm))
     down = reader.output(f"{layer}.down_proj", inner, config.mlp_bias, post_norm, reader.scale, factor)
     if not config.gated:
         return PlainMLP(

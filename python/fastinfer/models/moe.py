@@ -9,7 +9,7 @@ from fastinfer.models.activation import activation_and_mul, plain_activation
 from fastinfer.models.config import RouterConfig
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.moves import moved
-from fastinfer.models.norm import RMSNorm
+from fastinfer.models.norm import Norm, RMSNorm
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import Weight
@@ -95,7 +95,7 @@ class MixtureOfExperts:
             The inputs of the experts are copied there, and their outputs back. Their adapters are there, too.
     """
 
-    norm: RMSNorm
+    norm: Norm
     router: Weight
     gate_up: ExpertWeights
     down: ExpertWeights
@@ -120,15 +120,15 @@ class MixtureOfExperts:
         routing = self._route(logits)
         away = self.experts_device
         inputs = (x, routing, lora) if away is None else moved((x, routing, lora), away)
-        addend = self.down.own_residual(residual)
+        stream = residual if self.post_norm is None else None  # which is added behind the norm
+        addend = self.down.own_residual(stream)
         if self.shared is not None:  # before the experts, so that a GPU computes it while a CPU computes them
             addend = self.shared(x, addend, lora)
         out = self._experts(*inputs)
         if away is not None:
             out = moved(out, str(x.device))
-        if self.post_norm is not None:  # of models without a shared expert
-            return self.post_norm(self.down.combine(out, routing, None), residual)
-        return self.down.combine(out, routing, addend, residual)
+        combined = self.down.combine(out, routing, addend, stream)
+        return combined if self.post_norm is None else self.post_norm(combined, residual)
 
     def _route(self, logits: Tensor) -> ops.Routing:
         config = self.routing

@@ -107,6 +107,10 @@ GEMMA4 = replace(GEMMA3, v_norm=True, layer_scales=True)
 # Also OLMo 3.
 OLMO2 = Structure(pre_norms=False, post_norms=True, qk_norm="all", window_period=4, only_full_scaled=True)
 EXAONE4 = replace(OLMO2, qk_norm="head", only_full_scaled=False, only_windows_rotate=True)
+AFMOE = Structure(
+    post_norms=True, qk_norm="head", output_gate=True, separate_gate=True, window_period=4, only_windows_rotate=True
+)
+EXAONE_MOE = Structure(qk_norm="head", window_period=4, only_windows_rotate=True)
 GRANITE_HYBRID = Structure(mamba2=True)
 NEMOTRON_H = Structure(mamba2=True)
 FALCON_H1 = Structure(mamba2=True)

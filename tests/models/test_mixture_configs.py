@@ -1,0 +1,74 @@
+"""Settings of families with mixtures of experts: their names, what their own program ignores, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.families import make_model
+from support.gguf_model_file import write_gguf
+
+from fastinfer.errors import GGUFFormatError, UnsupportedModelError
+from fastinfer.formats.gguf import GGUFFile
+from fastinfer.models.config import ModelConfig, RouterConfig
+from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.models.hf_config import read_hf_config
+
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+}
+SIGMOID = RouterConfig("sigmoid", has_bias=True)
+
+
+def read(folder: Path, architecture: str, **values: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **SIZES, **values}))
+    return read_hf_config(folder / "config.json")
+
+
+def test_trinity(tmp_path: Path) -> None:
+    name, published = "AfmoeForCausalLM", {"score_func": "sigmoid", "route_norm": True, "num_expert_groups": 1}
+    config = read(tmp_path, name, mup_enabled=True, num_dense_layers=2, route_scale=2.5, **published)
+    assert config.embedding_scale == 32.0
+    assert config.windows == (1024, 1024, 1024, 0) * 2
+    assert config.unrotated_layers == {3, 7}
+    assert (config.dense_layers, config.shared_intermediate_size) == ({0, 1}, 512)
+    # Its program has no groups, and divides by the sum of the weights whatever the file says.
+    config = read(tmp_path, name, n_group=4, topk_group=2, norm_topk_prob=False, global_attn_every_n_layers=2)
+    assert (config.router, config.embedding_scale) == (SIGMOID, 1.0)
+    assert config.windows == (1024, 0) * 4
+    assert read(tmp_path, name, layer_types=["full_attention"] * 8).unrotated_layers == set(range(8))
+    with pytest.raises(UnsupportedModelError, match="attention_bias must be False, got True"):
+        read(tmp_path, name, attention_bias=True)
+
+
+@pytest.mark.parametrize("name", ["ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"])
+def test_exaone_moe(name: str, tmp_path: Path) -> None:
+    full = {"layer_types": ["full_attention"] * 8, "sliding_window": 128}
+    published = {"sliding_window_pattern": "LLLG", "num_nextn_predict_layers": 1, "scoring_func": "sigmoid"}
+    config = read(tmp_path, name, n_group=2, num_shared_experts=3, **full, **published)
+    assert config.router == RouterConfig("sigmoid", True, num_groups=2, renormalize=True, scale=2.5)
+    assert (config.windows, config.unrotated_layers) == ((0,) * 8, set(range(8)))
+    assert (config.dense_layers, config.shared_intermediate_size) == ({0}, 768)
+
+
+def test_layers_with_windows_in_gguf_files(tmp_path: Path) -> None:
+    """Their list may have layers for further tokens, too."""
+    write_gguf(tmp_path / "model.gguf", make_model("exaone-moe-other"))
+    file, key = GGUFFile(tmp_path / "model.gguf"), "exaone-moe.attention.sliding_window_pattern"
+    assert file.metadata[key].tolist() == [False, True, True, False]
+    file.metadata[key] = np.array([True, False, True, False, True])
+    config = read_gguf_config(file)
+    assert (config.windows, config.unrotated_layers) == ((16, 0, 16, 0), {1, 3})
+    file.metadata[key] = np.array([True, False, True])
+    with pytest.raises(GGUFFormatError, match="sliding_window_pattern: expected 4 values, one for each layer, got 3"):
+        read_gguf_config(file)
