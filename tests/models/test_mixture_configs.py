@@ -61,6 +61,19 @@ def test_exaone_moe(name: str, tmp_path: Path) -> None:
     assert (config.dense_layers, config.shared_intermediate_size) == ({0}, 768)
 
 
+def test_hunyuan_3(tmp_path: Path) -> None:
+    name = "HYV3ForCausalLM"
+    # Its program has no groups, and reads the layers without experts from their list alone.
+    ignored = {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "first_k_dense_replace": 3}
+    config = read(tmp_path, name, num_shared_experts=2, num_nextn_predict_layers=1, **ignored)
+    assert config.router == RouterConfig("sigmoid", has_bias=True, scale=2.826)
+    assert (config.rope_theta, config.norm_eps, config.head_dim) == (11158840.0, 1e-5, 128)
+    assert (config.dense_layers, config.shared_intermediate_size) == ({0}, 512)
+    assert read(tmp_path, name, mlp_layer_types=["sparse"] * 7 + ["dense"]).dense_layers == {7}
+    with pytest.raises(UnsupportedModelError, match="mlp_bias must be False, got True"):
+        read(tmp_path, name, mlp_bias=True)
+
+
 def test_layers_with_windows_in_gguf_files(tmp_path: Path) -> None:
     """Their list may have layers for further tokens, too."""
     write_gguf(tmp_path / "model.gguf", make_model("exaone-moe-other"))

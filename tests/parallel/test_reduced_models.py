@@ -42,6 +42,7 @@ FAMILIES = [
     "mixtral",
     "qwen2-moe",
     "gpt-oss",
+    "flex-olmo",
     "afmoe",
     "granite-moe-shared",
     "qwen3-next",

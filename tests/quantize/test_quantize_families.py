@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4-moe-lite": LATENT,
     "gpt-oss": {"intermediate_size": 96},
     "afmoe": {"moe_intermediate_size": 64},
+    "flex-olmo": {},
     "granite-moe": {},
     "granite-moe-shared": {"shared_intermediate_size": 96},
     "granite-moe-swa": {"shared_intermediate_size": 96},

@@ -256,6 +256,18 @@ FAMILIES |= {
         | {"layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")]},
     ),
 }
+FAMILIES |= {
+    "hy-v3": (
+        "HYV3",
+        HEADS | EXPERTS | {"num_shared_experts": 2, "attention_bias": True, "rope_parameters": YARN},
+    ),
+    "hy-v3-some-dense": (
+        "HYV3",
+        HEADS | EXPERTS | {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"], "tie_word_embeddings": True},
+    ),
+    "flex-olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}),
+    "flex-olmo-renormalized": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+}
 GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,

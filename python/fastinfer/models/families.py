@@ -243,6 +243,25 @@ _GLM = Family(
         "attention_bias": True,
     },
 )
+_GLM4_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_mlp_norm": "post_mlp_layernorm"}
+_GLM4_MOE = Family(
+    output_bias=False,
+    sigmoid_router=True,
+    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True, "n_shared_experts": 1},
+)
+_GLM4V = Family(
+    {**_GLM.layer, **_GLM4_NORMS},
+    structure=GLM4,
+    qkv_bias=True,
+    output_bias=False,
+    defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+)
+_OLMO2 = Family(
+    _LAYER | {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
+    structure=OLMO2,
+    defaults={"rms_norm_eps": 1e-5},
+)
+_EXAONE4 = replace(_OLMO2, structure=EXAONE4, defaults={**_OLMO2.defaults, **_SLIDING})
 _EXAONE_MOE = Family(
     _LAYER | {"router_bias": "mlp.e_score_correction_bias"},
     structure=EXAONE_MOE,
@@ -257,12 +276,6 @@ _EXAONE_MOE = Family(
         "routed_scaling_factor": 2.5,
         **_SLIDING,
     },
-)
-_GLM4_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_mlp_norm": "post_mlp_layernorm"}
-_OLMO2 = Family(
-    _LAYER | {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
-    structure=OLMO2,
-    defaults={"rms_norm_eps": 1e-5},
 )
 _COHERE = Family(
     _LAYER | {"mlp_norm": "input_layernorm"},
@@ -426,7 +439,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(_OLMO2, defaults={**_OLMO2.defaults, **_SLIDING, "rope_theta": 5e5}),
-    "Exaone4ForCausalLM": replace(_OLMO2, structure=EXAONE4, defaults={**_OLMO2.defaults, **_SLIDING}),
+    "Exaone4ForCausalLM": _EXAONE4,
     "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, **_SLIDING}),
     # Q, K and V are one matrix; gate and up are another.
@@ -478,11 +491,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "Qwen3MoeForCausalLM": Family(structure=HEAD_NORMS, defaults={"use_sliding_window": False, "sliding_window": 4096}),
-    "Glm4MoeForCausalLM": Family(
-        output_bias=False,
-        sigmoid_router=True,
-        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True, "n_shared_experts": 1},
-    ),
+    "Glm4MoeForCausalLM": _GLM4_MOE,
     "MiniMaxM2ForCausalLM": Family(
         _LAYER
         | {
@@ -527,6 +536,32 @@ FAMILIES: dict[str, Family] = {
     # The second name is that of published files.
     "ExaoneMoeForCausalLM": _EXAONE_MOE,
     "ExaoneMoEForCausalLM": _EXAONE_MOE,
+    "HYV3ForCausalLM": Family(
+        _LAYER
+        | {
+            "router": "mlp.router.gate",
+            "router_bias": "mlp.expert_bias",
+            "shared_expert": "mlp.shared_mlp",
+        },
+        structure=HEAD_NORMS,
+        aliases={"n_shared_experts": "num_shared_experts", "routed_scaling_factor": "router_scaling_factor"},
+        sigmoid_router=True,
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 2.826,
+        },
+        fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 1},
+    ),
+    "FlexOlmoForCausalLM": replace(
+        _OLMO2, defaults={"rope_theta": 5e5, "num_experts": 7, "num_experts_per_tok": 5, "norm_topk_prob": False}
+    ),
     "GptOssForCausalLM": Family(
         _LAYER | {"router": "mlp.router"},
         structure=GPT_OSS,
@@ -708,6 +743,19 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForConditionalGeneration": _GEMMA4,
     "Gemma4UnifiedForConditionalGeneration": _GEMMA4_UNIFIED,
+    "Exaone4_5_ForConditionalGeneration": _EXAONE4,
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": replace(
+        _GLM4_MOE,
+        defaults={
+            **_GLM4_MOE.defaults,
+            "num_key_value_heads": 8,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+        },
+        stacked=_STACKED,
+    ),
     "Mistral3ForConditionalGeneration": _MISTRAL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,

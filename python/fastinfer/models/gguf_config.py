@@ -67,6 +67,9 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         structure = replace(structure, qk_norm="head")
     elif has_norms:
         raise UnsupportedModelError(f"{file.path}: norms of queries (blk.0.attn_q_norm) are not implemented for it")
+    if architecture == "glm4" and "glm4.rope.dimension_sections" in file.metadata:
+        # Of a model that reads images, whose converter puts the halves of rotated pairs apart.
+        structure = replace(structure, interleaved_rope=False)
     latent = latent_attention(file, architecture) if structure.latent_attention else None
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.row_dim

@@ -34,6 +34,20 @@ _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", 
 # Families whose files may have a rotary base for each layer.
 _ROPE_BY_LAYER = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
 
+# Language models within those of text and images, by their model_type, where it may be one of several; first the usual.
+_TEXT_MODELS = {
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "Mistral3ForConditionalGeneration",
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
+    },
+    "Exaone4_5_ForConditionalGeneration": dict.fromkeys(("exaone4", "exaone4_5_text"), "Exaone4ForCausalLM"),
+    "Glm46VForConditionalGeneration": {
+        "glm4v_text": "Glm4vForConditionalGeneration",
+        "glm4v_moe_text": "Glm4vMoeForConditionalGeneration",
+    },
+}
+
 
 def family_of(fields: JsonFields) -> tuple[str, Family]:
     """Find the name and the family of the architecture.
@@ -67,14 +81,14 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     text = fields.object("text_config")  # of models that have images, too
     if text is not None:
         fields = text
-        kind = fields.get("model_type", str, None)
-        if name == "Mistral3ForConditionalGeneration" and kind in ("mistral4", "ministral3"):
-            name = f"{kind.capitalize()}ForCausalLM"
-            family = FAMILIES[name]
-        elif name == "Mistral3ForConditionalGeneration" and kind not in (None, "mistral"):
-            raise UnsupportedModelError(
-                f"{path}: text_config.model_type must be mistral, ministral3 or mistral4, got {kind!r:.80}"
-            )
+        if models := _TEXT_MODELS.get(name):
+            kind = fields.get("model_type", str, next(iter(models)))
+            if kind not in models:
+                *others, last = models
+                raise UnsupportedModelError(
+                    f"{path}: text_config.model_type must be {', '.join(others)} or {last}, got {kind!r:.80}"
+                )
+            name, family = models[kind], FAMILIES[models[kind]]
     fields.values = {**family.defaults, **fields.values, **family.fixed}
     fields.values |= {usual: fields.values[own] for usual, own in family.aliases.items() if own in fields.values}
     if name == "GPT2LMHeadModel":
@@ -199,6 +213,8 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
     if name == "StableLmForCausalLM":
         require(fields, "qk_layernorm", False)
         require(fields, "use_parallel_residual", False)
+    if name == "HYV3ForCausalLM":
+        require(fields, "mlp_bias", False)
     if name == "Ernie4_5_MoeForCausalLM":
         require(fields, "use_bias", False)
         last = fields.get("num_hidden_layers", int) - 1
