@@ -83,6 +83,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "values smaller than keys": (
+        "mimo-v2-flash",
+        {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "r": 3},
+    ),
     "norms behind experts": (
         "afmoe",
         {"target_modules": ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], "r": 3},

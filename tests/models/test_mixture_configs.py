@@ -9,7 +9,7 @@ import pytest
 from support.families import make_model
 from support.gguf_model_file import write_gguf
 
-from fastinfer.errors import GGUFFormatError, UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig, RouterConfig
 from fastinfer.models.gguf_config import read_gguf_config
@@ -72,6 +72,50 @@ def test_hunyuan_3(tmp_path: Path) -> None:
     assert read(tmp_path, name, mlp_layer_types=["sparse"] * 7 + ["dense"]).dense_layers == {7}
     with pytest.raises(UnsupportedModelError, match="mlp_bias must be False, got True"):
         read(tmp_path, name, mlp_bias=True)
+
+
+def test_mimo(tmp_path: Path) -> None:
+    """Published files have other names, too, which its program does not read."""
+    name = "MiMoV2FlashForCausalLM"
+    sizes = {"num_key_value_heads": 2, "n_routed_experts": 16, "num_hidden_layers": 7, "head_dim": 192}
+    published = {
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
+        "layernorm_epsilon": 1e-5,
+        "n_shared_experts": None,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 3e6,
+        "routed_scaling_factor": None,
+        "scoring_func": "sigmoid",
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "swa_num_key_value_heads": 4,
+        "swa_rope_theta": 2e4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+    }
+    config = read(tmp_path, name, **sizes, **published)
+    assert config.windows == (0, 129, 129, 129, 129, 0, 129)
+    assert [config.kv_shape(layer).num_heads for layer in range(7)] == [2, 4, 4, 4, 4, 2, 4]
+    assert [layer for layer in range(7) if config.has_sinks(layer)] == [1, 2, 3, 4, 6]
+    assert (config.rope_theta, config.local_rope_theta) == (5e6, 1e4)
+    assert (config.rotary_dim, config.local_rotary_dim) == (64, 0)
+    assert (config.value_dim, config.value_scale, config.attention_size(1)) == (128, 0.707, 16 * 128)
+    assert (config.router, config.shared_intermediate_size, config.dense_layers) == (SIGMOID, 0, {0})
+    for changes, message in (
+        ({"v_head_dim": 200}, "v_head_dim must be at most head_dim = 192, got 200"),
+        ({"num_key_value_heads": 16}, "expected a multiple of 32 query heads, which layers with a window need, got 16"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.full_attention is missing"),
+    ):
+        with pytest.raises((CheckpointFormatError, UnsupportedModelError), match=message):
+            read(tmp_path, name, **sizes | changes)
+
+
+def test_values_smaller_than_keys(tmp_path: Path) -> None:
+    sizes = {"n_routed_experts": 16, "num_hidden_layers": 2, "head_dim": 8, "v_head_dim": 6}
+    config = read(tmp_path, "MiMoV2FlashForCausalLM", **sizes, num_key_value_heads=2)
+    assert config.value_rows(0).tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 6, 7, 8, 9, 10, 11, 11, 11]
+    assert (config.value_size(0), config.value_size(1)) == (12, 24)
 
 
 def test_layers_with_windows_in_gguf_files(tmp_path: Path) -> None:

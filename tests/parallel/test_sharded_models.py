@@ -40,6 +40,7 @@ DIVIDED = [
     "gpt-oss",
     "glm4-moe",
     "afmoe",
+    "mimo-v2-flash-other",
     "granite-moe-shared",
     "qwen3-next",
     "qwen3.5-few",

@@ -56,6 +56,7 @@ FAMILIES = [
     "deepseek-v2",
     "glm4-moe",
     "afmoe",
+    "mimo-v2-flash",
     "minimax-m2",
     "qwen3-next",
     "lfm2",

@@ -50,6 +50,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4-moe-lite": LATENT,
     "gpt-oss": {"intermediate_size": 96},
     "afmoe": {"moe_intermediate_size": 64},
+    "mimo-v2-flash": {"moe_intermediate_size": 64},
+    "mimo-v2-flash-other": {"moe_intermediate_size": 64},
     "flex-olmo": {},
     "granite-moe": {},
     "granite-moe-shared": {"shared_intermediate_size": 96},

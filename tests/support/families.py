@@ -268,6 +268,25 @@ FAMILIES |= {
     "flex-olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}),
     "flex-olmo-renormalized": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
 }
+# A quarter and half of a head are rotated.
+MIMO_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}
+MIMO = {"head_dim": 32, "v_head_dim": 24, "n_routed_experts": 8, "num_hidden_layers": 7, "sliding_window": 16}
+FAMILIES |= {
+    "mimo-v2-flash": ("MiMoV2Flash", EXPERTS | MIMO | {"n_group": 4, "topk_group": 2}),
+    "mimo-v2-flash-other": (
+        "MiMoV2Flash",
+        EXPERTS
+        | MIMO
+        | {"attention_bias": True, "attention_value_scale": None, "rope_parameters": MIMO_ROPE}
+        | {"num_key_value_heads": 1, "num_hidden_layers": 4, "tie_word_embeddings": True}
+        | {"layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "full", "sliding")]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]},
+    ),
+    "mimo-v2-flash-equal": ("MiMoV2Flash", EXPERTS | MIMO | {"v_head_dim": 32, "attention_value_scale": 0.5}),
+}
 GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,

@@ -24,6 +24,7 @@ from fastinfer.models.structure import (
     LAYER_NORMS,
     LFM2,
     LFM3,
+    MIMO,
     MUSE_GLIMMER,
     NEMOTRON_H,
     OLMO2,
@@ -558,6 +559,29 @@ FAMILIES: dict[str, Family] = {
             "routed_scaling_factor": 2.826,
         },
         fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 1},
+    ),
+    "MiMoV2FlashForCausalLM": Family(
+        _LAYER | {"sinks": "self_attn.attention_sink_bias"},
+        structure=MIMO,
+        output_bias=False,
+        sigmoid_router=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 129,
+            "attention_value_scale": 0.707,
+            "norm_topk_prob": True,
+        },
+        # Rotary settings are read from rope_parameters alone.
+        fixed={
+            "n_shared_experts": None,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": None,
+            "partial_rotary_factor": 0.334,
+            "rope_scaling": None,
+        },
     ),
     "FlexOlmoForCausalLM": replace(
         _OLMO2, defaults={"rope_theta": 5e5, "num_experts": 7, "num_experts_per_tok": 5, "norm_topk_prob": False}

@@ -16,6 +16,7 @@ from fastinfer.models.hf_gpt2 import gpt2_config
 from fastinfer.models.hf_latent import latent_attention
 from fastinfer.models.hf_layers import attention_windows, dense_layers, state_layers, unrotated_layers
 from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
+from fastinfer.models.hf_mimo import mimo_config, prepare_mimo
 from fastinfer.models.hf_nemotron import nemotron_h_mamba2, prepare_nemotron_h
 from fastinfer.models.hf_rope import Rope
 from fastinfer.models.hf_states import (
@@ -27,7 +28,7 @@ from fastinfer.models.hf_states import (
 )
 from fastinfer.models.state_config import StateConfig
 from fastinfer.models.stored_layers import StoredLayers
-from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, NEMOTRON_H
+from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, MIMO, NEMOTRON_H
 
 # Families that scale rotations where their files do not say how.
 _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", "CwmForCausalLM")
@@ -108,6 +109,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         prepare_gemma4(fields)
     elif family.structure is LFM3:
         prepare_lfm3(fields)
+    elif family.structure is MIMO:
+        prepare_mimo(fields)
     size = Sizes(fields)
     hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
     num_layers = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
@@ -160,6 +163,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         local_rope_theta=rope.local_theta,
+        local_rotary_dim=0 if rope.local_dim == rope.dim else rope.local_dim,
         windows=windows,
         state_layers=with_states,
         states=_state_sizes(fields, family, size) if with_states else None,
@@ -191,6 +195,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         return gemma4_config(fields, config)
     if family.structure is LFM3:
         return lfm3_config(fields, config)
+    if structure is MIMO:
+        return mimo_config(fields, config)
     if structure is FALCON_H1:
         return replace(config, **falcon_h1_factors(fields, head_dim))
     return replace(config, **_factors(fields, name, head_dim))

@@ -128,5 +128,6 @@ COHERE = Structure(
 )
 GPT_OSS = Structure(attention_sinks=True, alternating_gate_up=True, window_period=2)
 GRANITE_SWA = Structure(attention_sinks=True)
+MIMO = Structure(attention_sinks=True)
 MUSE_GLIMMER = Structure(post_norms=True, qk_norm="unit", output_gate=True, separate_gate=True, normed_embedding=True)
 LATENT = Structure(latent_attention=True, interleaved_rope=True)
