@@ -44,6 +44,8 @@ FAMILIES = (
     "afmoe",
     "exaone-moe",
     "exaone-moe-other",
+    "mimo-v2-flash",
+    "mimo-v2-flash-biases",
     "gemma",
     "olmo2",
     "olmo3",

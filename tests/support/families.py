@@ -285,6 +285,14 @@ FAMILIES |= {
         | {"layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "full", "sliding")]}
         | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]},
     ),
+    # As GGUF files can say it: with one share of heads that is rotated.
+    "mimo-v2-flash-biases": (
+        "MiMoV2Flash",
+        EXPERTS
+        | MIMO
+        | {"attention_bias": True, "attention_value_scale": None, "num_hidden_layers": 3}
+        | {"mlp_layer_types": ["sparse", "sparse", "dense"]},
+    ),
     "mimo-v2-flash-equal": ("MiMoV2Flash", EXPERTS | MIMO | {"v_head_dim": 32, "attention_value_scale": 0.5}),
 }
 GRANITE = {

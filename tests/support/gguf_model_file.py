@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "starcoder2": ("starcoder2", gguf.MODEL_ARCH.STARCODER2),
     "stablelm": ("stablelm", gguf.MODEL_ARCH.STABLELM),
     "afmoe": ("afmoe", gguf.MODEL_ARCH.AFMOE),
+    "mimo_v2_flash": ("mimo2", gguf.MODEL_ARCH.MIMO2),
     "exaone_moe": ("exaone-moe", gguf.MODEL_ARCH.EXAONE_MOE),
     "olmoe": ("olmoe", gguf.MODEL_ARCH.OLMOE),
     "dots1": ("dots1", gguf.MODEL_ARCH.DOTS1),
@@ -69,7 +70,7 @@ ARCHITECTURES = {
 
 # Those of Nemotron-H need not be undone, because nothing is rotated.
 PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
-WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "gpt-oss", "afmoe", "exaone-moe")
+WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "gpt-oss", "afmoe", "exaone-moe", "mimo2")
 
 
 def write_gguf(
@@ -175,6 +176,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_ssm_group_count(config.mamba_n_groups)
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    elif architecture == "mimo2":
+        heads = config.num_key_value_heads
+        writer.add_head_count_kv([2 * heads if kind == "sliding_attention" else heads for kind in config.layer_types])
     elif architecture == "deepseek2" and not is_fused:
         writer.add_head_count_kv(1)  # all heads see the same latent vectors
     else:
@@ -201,7 +205,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         _write_latent_attention(writer, config, is_fused)
     elif getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+        writer.add_value_length(getattr(config, "v_head_dim", config.head_dim))
     if getattr(config, "sliding_window", None) and architecture in WINDOWED:
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":
@@ -236,6 +240,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
     if architecture.startswith("qwen35"):
         pairs = int(config.head_dim * share) // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+    if architecture == "mimo2":
+        _write_mimo_config(writer, config)
     if architecture == "exaone-moe":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture in ("afmoe", "exaone-moe"):
@@ -293,6 +299,15 @@ def _write_gemma4_config(writer: gguf.GGUFWriter, config: Any) -> None:
     factors = torch.full((shapes[full].head_dim // 2,), 1e30)
     factors[:rotated] = 1.0
     writer.add_tensor("rope_freqs.weight", factors.numpy())
+
+
+def _write_mimo_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_float32("mimo2.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.attention_value_scale is not None:
+        writer.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
 
 
 def _write_latent_attention(writer: gguf.GGUFWriter, config: Any, is_fused: bool) -> None:

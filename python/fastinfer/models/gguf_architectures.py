@@ -22,6 +22,7 @@ from fastinfer.models.structure import (
     LATENT,
     LAYER_NORMS,
     LFM2,
+    MIMO,
     NEMOTRON_H,
     OLMO2,
     QWEN3_NEXT,
@@ -103,6 +104,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         replace(AFMOE, scaled_embedding=True), names={"output_gate": "attn_gate"}, sigmoid_router=True
     ),
     "exaone-moe": Architecture(EXAONE_MOE, sigmoid_router=True),
+    "mimo2": Architecture(MIMO, sigmoid_router=True),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
     # Draft heads.

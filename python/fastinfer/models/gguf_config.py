@@ -15,9 +15,10 @@ from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_experts import router, shared_intermediate_size
 from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
 from fastinfer.models.gguf_latent import latent_attention, latent_scale
+from fastinfer.models.gguf_mimo import mimo_config, mimo_sizes
 from fastinfer.models.gguf_rope import rope_scaling
 from fastinfer.models.gguf_states import state_layers, state_sizes
-from fastinfer.models.structure import GEMMA4, NEMOTRON_H, periodic_windows
+from fastinfer.models.structure import GEMMA4, MIMO, NEMOTRON_H, periodic_windows
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
@@ -34,7 +35,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         )
     family = ARCHITECTURES[architecture]
     structure = family.structure
-    known = gemma4_sizes(file) if structure is GEMMA4 else {}
+    known = gemma4_sizes(file) if structure is GEMMA4 else mimo_sizes(file) if structure is MIMO else {}
 
     def size(key: str, default: int | None = None) -> int:
         if key in known:
@@ -133,6 +134,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         **structure.config_fields(hidden_size),
     )
     config = replace(config, **_factors(file, architecture))
+    if structure is MIMO:
+        return mimo_config(file, config)
     return gemma4_config(file, config) if structure is GEMMA4 else config
 
 

@@ -1,19 +1,25 @@
-"""Settings of families with mixtures of experts: their names, what their own program ignores, and what is refused."""
+"""Families with mixtures of experts: names of their settings, what their own program ignores, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.families import make_model
+import torch
+from support.families import make_model, some_tokens
 from support.gguf_model_file import write_gguf
+from support.teacher_forcing import log_probabilities
 
 from fastinfer.errors import CheckpointFormatError, GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.models.config import ModelConfig, RouterConfig
+from fastinfer.models.config import ModelConfig, Precision, RouterConfig
+from fastinfer.models.decoder import Decoder
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.models.hf_config import read_hf_config
+from fastinfer.models.loader import load_decoder
 
 SIZES = {
     "hidden_size": 1024,
@@ -33,6 +39,10 @@ SIGMOID = RouterConfig("sigmoid", has_bias=True)
 def read(folder: Path, architecture: str, **values: Any) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **SIZES, **values}))
     return read_hf_config(folder / "config.json")
+
+
+def load(file: GGUFFile) -> Decoder:
+    return load_decoder(GGUFCheckpoint(file, exact=True), Precision.of("float32"), None)
 
 
 def test_trinity(tmp_path: Path) -> None:
@@ -129,3 +139,37 @@ def test_layers_with_windows_in_gguf_files(tmp_path: Path) -> None:
     file.metadata[key] = np.array([True, False, True])
     with pytest.raises(GGUFFormatError, match="sliding_window_pattern: expected 4 values, one for each layer, got 3"):
         read_gguf_config(file)
+
+
+def test_heads_of_mimos_gguf_files(tmp_path: Path) -> None:
+    """Their lists may have layers for further tokens, too."""
+    write_gguf(tmp_path / "model.gguf", make_model("mimo-v2-flash"))
+    file = GGUFFile(tmp_path / "model.gguf")
+    plain = read_gguf_config(file)
+    longer = {
+        "block_count": 9,
+        "nextn_predict_layers": 2,
+        "attention.head_count_kv": np.array([2, 4, 4, 4, 4, 2, 4, 4, 4]),
+    }
+    file.metadata |= {f"mimo2.{key}": value for key, value in longer.items()}
+    assert read_gguf_config(file) == plain
+    assert [shape.num_heads for shape in plain.kv_shapes] == [2, 4, 4, 4, 4, 2, 4]
+    for key, value, message in (
+        ("head_count_kv", np.array([2, 3, 4, 4, 4, 2, 4, 4, 4]), "expected a multiple of 3 query heads, got 4"),
+        ("value_length", 33, "value_length must be at most 32, the length of keys, got 33"),
+    ):
+        changed = GGUFFile(tmp_path / "model.gguf")
+        changed.metadata |= file.metadata | {f"mimo2.attention.{key}": value}
+        with pytest.raises((GGUFFormatError, UnsupportedModelError), match=message):
+            read_gguf_config(changed)
+
+
+def test_fused_matrices_with_values_smaller_than_keys(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model("mimo-v2-flash"))
+    file = GGUFFile(tmp_path / "model.gguf")
+    expected = log_probabilities(load(file), some_tokens(), "float32")
+    for layer in range(7):
+        parts = [file.tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+        name, rows = f"blk.{layer}.attn_qkv.weight", np.concatenate([part.data for part in parts])
+        file.tensors[name] = replace(parts[0], name=name, shape=(len(rows), parts[0].shape[1]), data=rows)
+    assert torch.equal(log_probabilities(load(file), some_tokens(), "float32"), expected)
