@@ -128,6 +128,20 @@ def test_values_smaller_than_keys(tmp_path: Path) -> None:
     assert (config.value_size(0), config.value_size(1)) == (12, 24)
 
 
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("LagunaForCausalLM", "gates of attention by softplus, and layers with different numbers of query heads"),
+        ("Step3p5ForCausalLM", "a SwiGLU that is clamped in some layers, and layers with different numbers of query"),
+        ("MiniMaxM3SparseForConditionalGeneration", "sparse attention to blocks that an index of the keys chooses"),
+        ("Kolibri1ForCausalLM", "experts that are chosen by their logits and a bias before the sigmoid"),
+    ],
+)
+def test_families_that_need_more(name: str, missing: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"architecture {name} is not implemented: it needs {missing}"):
+        read(tmp_path, name)
+
+
 def test_layers_with_windows_in_gguf_files(tmp_path: Path) -> None:
     """Their list may have layers for further tokens, too."""
     write_gguf(tmp_path / "model.gguf", make_model("exaone-moe-other"))

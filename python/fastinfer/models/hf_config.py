@@ -35,6 +35,19 @@ _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", 
 # Families whose files may have a rotary base for each layer.
 _ROPE_BY_LAYER = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
 
+# What other families would need.
+_MISSING = {
+    "Kolibri1ForCausalLM": "experts that are chosen by their logits and a bias before the sigmoid",
+    "LagunaForCausalLM": "gates of attention by softplus, and layers with different numbers of query heads",
+    **dict.fromkeys(
+        ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
+        "sparse attention to blocks that an index of the keys chooses",
+    ),
+    **dict.fromkeys(
+        ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+        "a SwiGLU that is clamped in some layers, and layers with different numbers of query heads",
+    ),
+}
 # Language models within those of text and images, by their model_type, where it may be one of several; first the usual.
 _TEXT_MODELS = {
     "Mistral3ForConditionalGeneration": {
@@ -58,6 +71,8 @@ def family_of(fields: JsonFields) -> tuple[str, Family]:
     """
     names = fields.get("architectures", list, [])
     name = str(names[0]) if names else f"model_type {fields.get('model_type', str, 'none')!r}"
+    if name in _MISSING:
+        raise UnsupportedModelError(f"{fields.path}: architecture {name} is not implemented: it needs {_MISSING[name]}")
     if name not in FAMILIES:
         raise UnsupportedModelError(
             f"{fields.path}: architecture {name} is not implemented; supported are {', '.join(FAMILIES)}"
