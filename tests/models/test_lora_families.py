@@ -89,8 +89,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "norms behind experts": (
         "afmoe",
-        {"target_modules": ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], "r": 3},
+        {
+            "target_modules": ["v_proj", "o_proj", "router.gate"],
+            "target_parameters": FUSED,
+            "r": 3,
+        },
     ),
+    "shared expert by another name": (
+        "hy-v3",
+        {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"], "r": 2},
+    ),
+    "no norms before experts": ("flex-olmo", {"target_modules": ["k_proj"], "target_parameters": FUSED, "r": 2}),
     "shared expert": ("glm4-moe", {"target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"], "r": 2}),
     "shared expert of fused matrices": (
         "granite-moe-shared",
