@@ -44,6 +44,8 @@ FAMILIES = (
     "afmoe",
     "exaone-moe",
     "exaone-moe-other",
+    "hy-v3",
+    "hy-v3-some-dense",
     "mimo-v2-flash",
     "mimo-v2-flash-biases",
     "gemma",

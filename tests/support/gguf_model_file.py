@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "stablelm": ("stablelm", gguf.MODEL_ARCH.STABLELM),
     "afmoe": ("afmoe", gguf.MODEL_ARCH.AFMOE),
     "mimo_v2_flash": ("mimo2", gguf.MODEL_ARCH.MIMO2),
+    "hy_v3": ("hy_v3", gguf.MODEL_ARCH.EXAONE_MOE),  # which has the same names
     "exaone_moe": ("exaone-moe", gguf.MODEL_ARCH.EXAONE_MOE),
     "olmoe": ("olmoe", gguf.MODEL_ARCH.OLMOE),
     "dots1": ("dots1", gguf.MODEL_ARCH.DOTS1),
@@ -240,6 +241,11 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
     if architecture.startswith("qwen35"):
         pairs = int(config.head_dim * share) // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+    if architecture == "hy_v3":
+        writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config.router_scaling_factor)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if architecture == "mimo2":
         _write_mimo_config(writer, config)
     if architecture == "exaone-moe":
@@ -416,6 +422,8 @@ def _converted(
     name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
+    if architecture == "hy_v3":
+        stored = stored.replace("exp_probs_b.bias", "exp_probs_b")
     return [(stored, values)]
 
 

@@ -50,6 +50,8 @@ class Architecture:
         other_biases: whether the other projections have a bias, too.
         learned_positions: whether positions are learned, and nothing is rotated.
         window: length of the attention windows in files that do not say it.
+        counts_dense: whether the file says how many of the first layers have no experts; if not, they are those without
+            a router.
         tiled_values: whether the converter has reordered the value heads of linear attention, see
             :func:`fastinfer.models.checkpoint.tiled_rows`.
     """
@@ -71,6 +73,7 @@ class Architecture:
     other_biases: bool = False
     learned_positions: bool = False
     window: int = 0
+    counts_dense: bool = True
     tiled_values: bool = False
 
 
@@ -104,7 +107,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         replace(AFMOE, scaled_embedding=True), names={"output_gate": "attn_gate"}, sigmoid_router=True
     ),
     "exaone-moe": Architecture(EXAONE_MOE, sigmoid_router=True),
-    "mimo2": Architecture(MIMO, sigmoid_router=True),
+    "mimo2": Architecture(MIMO, sigmoid_router=True, counts_dense=False),
+    "hy_v3": Architecture(HEAD_NORMS, suffixes={"router_bias": ""}, sigmoid_router=True, counts_dense=False),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
     # Draft heads.

@@ -79,7 +79,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         raise GGUFFormatError(f"{file.path}: rotary size must be even and at most {head_dim}, got {rotary_dim}")
     epsilon = "layer_norm_epsilon" if structure.norm == "layer_norm" else "layer_norm_rms_epsilon"
     num_experts = size("expert_count", 0)
-    num_dense = file.get(f"{architecture}.leading_dense_block_count", int, 0, minimum=0) if num_experts else 0
+    dense = _dense_layers(file, architecture, num_layers) if num_experts else frozenset()
     rope_theta = number("rope.freq_base", 10000.0, minimum=1.001)
     window = size("attention.sliding_window", family.window)
     windows = _windows(file, architecture, window, num_layers) if window else ()
@@ -94,7 +94,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=size("expert_feed_forward_length", 0) or size("feed_forward_length"),
-        dense_intermediate_size=size("feed_forward_length") if num_dense else 0,
+        dense_intermediate_size=size("feed_forward_length") if dense else 0,
         shared_intermediate_size=shared_intermediate_size(file, architecture),
         num_layers=num_layers,
         num_heads=num_heads,
@@ -129,7 +129,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         if num_experts
         else 0,
         router=router(file, architecture),
-        dense_layers=frozenset(range(num_dense)),
+        dense_layers=dense,
         shared_expert_gate=family.shared_expert_gate,
         **structure.config_fields(hidden_size),
     )
@@ -150,6 +150,13 @@ def _windows(file: GGUFFile, architecture: str, window: int, num_layers: int) ->
             f"layer, got {len(flags)}"
         )
     return tuple(window if flag else 0 for flag in flags[:num_layers].tolist())
+
+
+def _dense_layers(file: GGUFFile, architecture: str, num_layers: int) -> frozenset[int]:
+    """Return the layers of a model with experts that have none."""
+    if ARCHITECTURES[architecture].counts_dense:
+        return frozenset(range(file.get(f"{architecture}.leading_dense_block_count", int, 0, minimum=0)))
+    return frozenset(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in file.tensors)
 
 
 def _has_biases(file: GGUFFile, part: str) -> bool:

@@ -19,7 +19,7 @@ def router(file: GGUFFile, architecture: str) -> RouterConfig:
         raise UnsupportedModelError(f"{file.path}: expert_group_count must be 1 for softmax scores, got {groups}")
     return RouterConfig(
         scoring="sigmoid" if scoring == 2 else "softmax",
-        has_bias=any(name.endswith(".exp_probs_b.bias") for name in file.tensors),
+        has_bias=any(name.endswith((".exp_probs_b.bias", ".exp_probs_b")) for name in file.tensors),
         num_groups=groups,
         top_groups=file.get(f"{architecture}.expert_group_used_count", int, 1, minimum=1, maximum=groups),
         renormalize=file.get(f"{architecture}.expert_weights_norm", bool, family.renormalizes),

@@ -17,7 +17,7 @@ def mimo_sizes(file: GGUFFile) -> dict[str, int]:
 
 
 def mimo_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
-    """Return the configuration with the heads of each layer, the sizes and the factor of values, and the dense layers.
+    """Return the configuration with the heads of each layer, and the sizes and the factor of values.
 
     Raises:
         GGUFFormatError: the numbers of heads do not divide the query heads.
@@ -32,15 +32,8 @@ def mimo_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
             f"{file.path}: {PREFIX}.attention.value_length must be at most {config.head_dim}, the length of keys, "
             f"got {value_dim}"
         )
-    # No key says which layers have no experts.
-    layers = range(config.num_layers)
-    dense = frozenset(layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in file.tensors)
     return replace(
         config,
-        dense_layers=dense,
-        dense_intermediate_size=file.get(f"{PREFIX}.feed_forward_length", int, minimum=1, maximum=MAX_SIZE)
-        if dense
-        else 0,
         kv_shapes=tuple(KVShape(count, config.head_dim) for count in heads),
         local_rope_theta=file.get(f"{PREFIX}.rope.freq_base_swa", float, config.rope_theta, minimum=1.001),
         value_dim=0 if value_dim == config.head_dim else value_dim,
