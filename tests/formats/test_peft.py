@@ -12,6 +12,7 @@ from support.tiny_decoder import CONFIG
 
 from fastinfer.errors import AdapterError
 from fastinfer.formats.peft import read_adapter
+from fastinfer.formats.peft_names import parse_tensor
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -120,6 +121,21 @@ def test_names_of_a_model_without_a_head(folder: Path) -> None:
         {n.replace("model.model.", "model."): t for n, t in tensors.items()}, folder / "adapter_model.safetensors"
     )
     assert len(read_adapter(folder).weights) == CONFIG.num_layers * len(MODULES)
+
+
+@pytest.mark.parametrize(
+    ("module", "weight"),
+    [
+        ("self_attn.gate_proj", "output_gate"),  # which PEFT alone cannot target in models with fused experts
+        ("self_attn.g_proj", "output_gate"),
+        ("mlp.router.gate", "router"),
+        ("mlp.gate_proj", "gate_proj"),
+    ],
+)
+def test_gates_of_several_kinds(module: str, weight: str) -> None:
+    parsed = parse_tensor(f"base_model.model.model.layers.3.{module}.lora_A.weight")
+    assert parsed is not None
+    assert (parsed[0].weight, parsed[1]) == (f"layers.3.{weight}", "A")
 
 
 BAD_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -24,6 +24,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"use_sliding_window": True, "sliding_window": 32},
     "SmolLM3": {"use_sliding_window": True, "sliding_window": 32},
     "Glm4Moe": {"head_dim": 128},
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 128}},
     "DeepseekV2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "Lfm2": {"layer_types": ["conv"] * 30 + ["full_attention"] * 2},
     "Lfm2Moe": {"layer_types": ["conv"] * 30 + ["full_attention"] * 2},

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.families import expected, make_model, some_tokens
+from support.families import HEADS, expected, make_model, some_tokens
 from support.gguf_model_file import write_gguf
 from support.gguf_unpack_reference import dequantize, random_blocks
 from support.teacher_forcing import log_probabilities
@@ -53,6 +53,13 @@ FAMILIES = (
     "gpt-neox-sequential",
     "mellum-plain",
     "cohere2-moe",
+    "afmoe",
+    "exaone-moe",
+    "exaone-moe-other",
+    "hy-v3",
+    "hy-v3-some-dense",
+    "mimo-v2-flash",
+    "mimo-v2-flash-biases",
     "gemma",
     "olmo2",
     "olmo3",
@@ -113,6 +120,23 @@ def test_the_text_part_of_a_model_that_reads_images(family: str, architecture: s
     checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"), exact=True)
     got = log_probabilities(load_decoder(checkpoint, Precision.of("float32"), None), some_tokens(), "float32")
     assert (got - expected(model, some_tokens())).abs().max() < 1e-4
+
+
+def test_glm_4_with_images(tmp_path: Path) -> None:
+    """Its converter puts the even rotated elements of queries and keys before the odd ones; their tensors are F32."""
+    model = make_model("glm4-biases")
+    write_gguf(tmp_path / "model.gguf", model)
+    reference, file = expected(model, some_tokens()), GGUFFile(tmp_path / "model.gguf")
+    file.metadata["glm4.rope.dimension_sections"] = np.array([4, 2, 2, 0], np.int32)
+    for name, tensor in file.tensors.items():
+        if name.rpartition(".")[0].endswith((".attn_q", ".attn_k")):
+            heads = tensor.data.reshape(-1, HEADS["head_dim"], tensor.data.nbytes // tensor.shape[0])
+            order = [*range(0, 16, 2), *range(1, 16, 2), *range(16, 32)]
+            file.tensors[name] = replace(tensor, data=heads[:, order].reshape(tensor.data.shape))
+    got = log_probabilities(
+        load_decoder(GGUFCheckpoint(file, exact=True), Precision.of("float32"), None), some_tokens(), "float32"
+    )
+    assert (got - reference).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["attn_norm.bias", "attn_sub_norm.weight"])

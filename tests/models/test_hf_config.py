@@ -272,7 +272,7 @@ def test_layers_that_do_not_know_positions(tmp_path: Path) -> None:
             {"shared_expert_combination_strategy": "max"},
             "shared_expert_combination_strategy must be average or sum, got 'max'",
         ),
-        ("ApertusForCausalLM", {}, "is not implemented, because it needs the activation xIELU; supported are Llama"),
+        ("ApertusForCausalLM", {}, "is not implemented: it needs the activation xIELU"),
     ],
 )
 def test_settings_that_are_not_implemented(

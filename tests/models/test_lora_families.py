@@ -107,6 +107,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "values smaller than keys": (
+        "mimo-v2-flash",
+        {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "r": 3},
+    ),
+    "norms behind experts": (
+        "afmoe",
+        {
+            "target_modules": ["v_proj", "o_proj", "router.gate"],
+            "target_parameters": FUSED,
+            "r": 3,
+        },
+    ),
+    "shared expert by another name": (
+        "hy-v3",
+        {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"], "r": 2},
+    ),
+    "no norms before experts": ("flex-olmo", {"target_modules": ["k_proj"], "target_parameters": FUSED, "r": 2}),
     "shared expert": ("glm4-moe", {"target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"], "r": 2}),
     "shared expert of fused matrices": (
         "granite-moe-shared",

@@ -124,6 +124,7 @@ def test_forms_of_weights(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("falcon-h1", "cpu,cpu"),
         ("lfm2-moe", "cpu=1,cpu+cpu=5"),
         ("gemma4-moe", "cpu+cpu,cpu"),
+        ("afmoe", "cpu=2,cpu+cpu=4"),
         ("gemma4-inputs", "cpu=1,cpu=6"),
     ],
 )

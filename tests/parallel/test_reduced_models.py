@@ -32,7 +32,8 @@ from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.support import check_divisible
 
 # With a fused norm after each sum, norms behind outputs, LayerNorms and biases, one norm for attention and MLP, experts
-# alone and beside others, each kind of state, latent attention, and inputs of a layer's own.
+# alone, with a norm behind them and beside others, values smaller than keys, each kind of state, latent attention, and
+# inputs of a layer's own.
 FAMILIES = [
     "llama3",
     "llama-biases",
@@ -42,6 +43,9 @@ FAMILIES = [
     "mixtral",
     "qwen2-moe",
     "gpt-oss",
+    "flex-olmo",
+    "afmoe",
+    "mimo-v2-flash",
     "granite-moe-shared",
     "qwen3-next",
     "lfm2-biases",

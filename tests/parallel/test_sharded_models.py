@@ -39,6 +39,8 @@ DIVIDED = [
     "qwen2-moe",
     "gpt-oss",
     "glm4-moe",
+    "afmoe",
+    "mimo-v2-flash-other",
     "granite-moe-shared",
     "qwen3-next",
     "qwen3.5-few",

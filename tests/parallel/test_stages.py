@@ -55,6 +55,8 @@ FAMILIES = [
     "gpt-oss",
     "deepseek-v2",
     "glm4-moe",
+    "afmoe",
+    "mimo-v2-flash",
     "minimax-m2",
     "qwen3-next",
     "lfm2",

@@ -236,6 +236,77 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", LINEAR),
     "qwen3.5-few": ("Qwen3_5", LINEAR | FEW),
 }
+# What files name otherwise than dots.llm1.
+AFMOE_NAMES = {"num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.5}
+FAMILIES |= {
+    "afmoe": (
+        "Afmoe",
+        HEADS | EXPERTS | AFMOE_NAMES | {"num_hidden_layers": 6, "sliding_window": 16, "mup_enabled": True},
+    ),
+    "afmoe-full": (
+        "Afmoe",
+        HEADS
+        | EXPERTS
+        | {"num_dense_layers": 2, "num_hidden_layers": 3, "global_attn_every_n_layers": 1, "tie_word_embeddings": True},
+    ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        HEADS
+        | EXPERTS
+        | {"num_hidden_layers": 6, "sliding_window": 16, "n_group": 4, "topk_group": 2, "num_shared_experts": 2},
+    ),
+    "exaone-moe-full": (
+        "ExaoneMoe",
+        EXPERTS
+        | {"layer_types": ["full_attention"] * 4, "norm_topk_prob": False, "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]},
+    ),
+    "exaone-moe-other": (
+        "ExaoneMoe",
+        EXPERTS
+        | {"sliding_window": 16, "norm_topk_prob": False, "tie_word_embeddings": True, "first_k_dense_replace": 2}
+        | {"layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")]},
+    ),
+}
+FAMILIES |= {
+    "hy-v3": (
+        "HYV3",
+        HEADS | EXPERTS | {"num_shared_experts": 2, "attention_bias": True, "rope_parameters": YARN},
+    ),
+    "hy-v3-some-dense": (
+        "HYV3",
+        HEADS | EXPERTS | {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"], "tie_word_embeddings": True},
+    ),
+    "flex-olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}),
+    "flex-olmo-renormalized": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+}
+# A quarter and half of a head are rotated.
+MIMO_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}
+MIMO = {"head_dim": 32, "v_head_dim": 24, "n_routed_experts": 8, "num_hidden_layers": 7, "sliding_window": 16}
+FAMILIES |= {
+    "mimo-v2-flash": ("MiMoV2Flash", EXPERTS | MIMO | {"n_group": 4, "topk_group": 2}),
+    "mimo-v2-flash-other": (
+        "MiMoV2Flash",
+        EXPERTS
+        | MIMO
+        | {"attention_bias": True, "attention_value_scale": None, "rope_parameters": MIMO_ROPE}
+        | {"num_key_value_heads": 1, "num_hidden_layers": 4, "tie_word_embeddings": True}
+        | {"layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "full", "sliding")]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]},
+    ),
+    # As GGUF files can say it: with one share of heads that is rotated.
+    "mimo-v2-flash-biases": (
+        "MiMoV2Flash",
+        EXPERTS
+        | MIMO
+        | {"attention_bias": True, "attention_value_scale": None, "num_hidden_layers": 3}
+        | {"mlp_layer_types": ["sparse", "sparse", "dense"]},
+    ),
+    "mimo-v2-flash-equal": ("MiMoV2Flash", EXPERTS | MIMO | {"v_head_dim": 32, "attention_value_scale": 0.5}),
+}
 GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -428,6 +499,8 @@ def make_model(family: str, seed: int = 0, **more: Any) -> Any:
     model = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_(std=config.initializer_range)
             if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) / 5)
             if name.startswith("Gemma4") and parameter_name.endswith("q_norm.weight"):

@@ -34,6 +34,10 @@ ARCHITECTURES = {
     "glm4": ("glm4", gguf.MODEL_ARCH.GLM4),
     "starcoder2": ("starcoder2", gguf.MODEL_ARCH.STARCODER2),
     "stablelm": ("stablelm", gguf.MODEL_ARCH.STABLELM),
+    "afmoe": ("afmoe", gguf.MODEL_ARCH.AFMOE),
+    "mimo_v2_flash": ("mimo2", gguf.MODEL_ARCH.MIMO2),
+    "hy_v3": ("hy_v3", gguf.MODEL_ARCH.EXAONE_MOE),  # which has the same names
+    "exaone_moe": ("exaone-moe", gguf.MODEL_ARCH.EXAONE_MOE),
     "olmoe": ("olmoe", gguf.MODEL_ARCH.OLMOE),
     "hunyuan_v1_dense": ("hunyuan-dense", gguf.MODEL_ARCH.HUNYUAN_DENSE),
     "hunyuan_v1_moe": ("hunyuan-moe", gguf.MODEL_ARCH.HUNYUAN_MOE),
@@ -92,6 +96,7 @@ PERMUTED = (
 )
 LATENT = ("deepseek2", "mistral4")
 WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "cohere2moe", "mellum", "gpt-oss")
+WINDOWED += ("afmoe", "exaone-moe", "mimo2")
 
 
 def write_gguf(
@@ -201,6 +206,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_ssm_group_count(config.mamba_n_groups)
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    elif architecture == "mimo2":
+        heads = config.num_key_value_heads
+        writer.add_head_count_kv([2 * heads if kind == "sliding_attention" else heads for kind in config.layer_types])
     elif architecture in LATENT and not is_fused:
         writer.add_head_count_kv(1)  # all heads see the same latent vectors
     elif architecture != "gptneox":
@@ -238,7 +246,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         _write_latent_attention(writer, config, is_fused)
     elif getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+        writer.add_value_length(getattr(config, "v_head_dim", config.head_dim))
     if getattr(config, "sliding_window", None) and architecture in WINDOWED:
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":
@@ -274,6 +282,24 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
     if architecture.startswith("qwen35"):
         pairs = int(config.head_dim * share) // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+    if architecture == "hy_v3":
+        writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config.router_scaling_factor)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture == "mimo2":
+        _write_mimo_config(writer, config)
+    if architecture == "exaone-moe":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if architecture in ("afmoe", "exaone-moe"):
+        dense = config.num_dense_layers if architecture == "afmoe" else config.mlp_layer_types.count("dense")
+        writer.add_leading_dense_block_count(dense)
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_expert_weights_scale(config.route_scale if architecture == "afmoe" else config.routed_scaling_factor)
+    if architecture == "exaone-moe":
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
     if architecture == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
     if architecture in ("glm4moe", "minimax-m2", "lfm2moe", "dots1"):
@@ -338,6 +364,15 @@ def _write_gemma4_config(writer: gguf.GGUFWriter, config: Any) -> None:
     factors = torch.full((shapes[full].head_dim // 2,), 1e30)
     factors[:rotated] = 1.0
     writer.add_tensor("rope_freqs.weight", factors.numpy())
+
+
+def _write_mimo_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_float32("mimo2.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.attention_value_scale is not None:
+        writer.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
 
 
 def _write_latent_attention(writer: gguf.GGUFWriter, config: Any, is_fused: bool) -> None:
@@ -449,6 +484,8 @@ def _converted(
     name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
+    if architecture == "hy_v3":
+        stored = stored.replace("exp_probs_b.bias", "exp_probs_b")
     return [(stored, values)]
 
 

@@ -16,6 +16,7 @@ _LAYER = {
     "mlp.gate": "router",
     "block_sparse_moe.gate": "router",  # Mixtral before transformers 5
     "mlp.router": "router",  # GPT-OSS
+    "mlp.router.gate": "router",  # AFMoE
     "block_sparse_moe.router": "router",  # Granite
     "mlp.shared_expert_gate": "shared_expert_gate",
     **{
@@ -34,6 +35,7 @@ _LAYER = {
     **{f"{owner}.{name}": name for owner in ("mamba", "conv", "mixer") for name in ("in_proj", "out_proj")},
     "self_attn.out_proj": "o_proj",  # LFM2
     "self_attn.g_proj": "output_gate",  # LFM3
+    "self_attn.gate_proj": "output_gate",  # AFMoE, Muse Glimmer
     **{f"feed_forward.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},  # Falcon-H1
     "feed_forward.w1": "gate_proj",
     "feed_forward.w3": "up_proj",
@@ -70,7 +72,7 @@ TARGETS = tuple(dict.fromkeys([name.rpartition(".")[2] for name in _LAYER] + [*_
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 _MODULE = re.compile(
     r"(?:(?:model\.language_model|language_model\.model|model|transformer|gpt_neox)\.)?(?:layers|h)\.(?P<layer>\d{1,4})\."
-    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_(?:experts?|mlp)\.\w+|\w+))"
+    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_(?:experts?|mlp)\.\w+|router\.gate|\w+))"
 )
 # PEFT saves the weight and bias to which an adapter of lm_head belongs, too. An adapter does not change them.
 _BASE_WEIGHT = re.compile(r"base_model\.model\.lm_head\.base_layer\.(?:weight|bias)")

@@ -55,6 +55,9 @@ class Attention:
         window: length of the sliding window in positions, 0 for none.
         gate_size: number of elements of a token's gate, by whose sigmoids the output is multiplied: num_heads *
             head_dim, num_heads if one is for a whole head, or 0 for none.
+        value_columns: [value_dim] int64, the numbers from 0 on, if values have fewer elements than keys: the first
+            elements of each head of the output are kept. ``None`` for all.
+        value_norm: factor of the values in the form of a norm, or ``None``.
         softcap, scale, sinks: cap, factor and sinks of the logits, see :func:`fastinfer.ops.paged_attention`.
     """
 
@@ -78,6 +81,8 @@ class Attention:
     interleaved: bool = False
     window: int = 0
     gate_size: int = 0
+    value_columns: Tensor | None = None
+    value_norm: RMSNorm | None = None
     softcap: float = 0.0
     scale: float | None = None
     sinks: Tensor | None = None
@@ -120,7 +125,7 @@ class Attention:
         out = self._attend(q, batch, cache, plan, lse)
         if lse is not None:
             self._attend_to_later(q, qkv, batch, out, lse)
-        out = out.view(len(x), -1)
+        out = self._values(out).view(len(x), -1)
         return self.output(out if gate is None else ops.sigmoid_gate(out, gate), residual, lora)
 
     def _attend(self, q: Tensor, batch: Batch, cache: LayerCache, plan: AttentionPlan, lse: Tensor | None) -> Tensor:
@@ -150,6 +155,14 @@ class Attention:
             plan.sparse = ops.paged_attention_plan(lens, sparse.row_start, *self.plan_sizes)
         attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=out[: sparse.num_rows], plan=plan.sparse)
         return out
+
+    def _values(self, out: Tensor) -> Tensor:
+        """Return the elements of the output that belong to values, times the values' factor."""
+        heads = out.view(-1, self.head_dim)
+        if self.value_columns is not None:
+            # Norms and products read contiguous rows, and of the recorded operators this one copies columns.
+            heads = ops.permute_columns(heads[:, : len(self.value_columns)], self.value_columns)
+        return heads if self.value_norm is None else self.value_norm(heads)
 
     def _store(self, qkv: list[Tensor], batch: Batch, cache: LayerCache) -> Tensor:
         """Store keys and values in the cache, and return the queries, normalised and rotated."""

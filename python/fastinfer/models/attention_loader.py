@@ -1,9 +1,11 @@
 """Reading of the attention of one layer."""
 
 import torch
+from torch import Tensor
 
 from fastinfer.models.attention import Attention
-from fastinfer.models.layer_reader import LayerReader
+from fastinfer.models.layer_reader import LayerReader, Part
+from fastinfer.models.norm import factor_norm
 from fastinfer.models.position_tables import PositionTables
 from fastinfer.weights.weight import Weight
 
@@ -24,6 +26,7 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
     scale, factor = reader.scale, 1.0
     if config.layer_scales and index == 0:
         scale = factor = config.embedding_scale
+    value_dim = config.value_dim or shape.head_dim
     window = config.window(index)
     rope = tables.unrotated if index in config.unrotated_layers else tables.local if window else tables.full
     return Attention(
@@ -33,7 +36,12 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
         norm=reader.pre_norm(f"{layer}.attention_norm", scale, config.attention_input_scale),
         qkv=_qkv(reader, index, is_split=is_split or is_joint),
         output=reader.output(
-            f"{layer}.o_proj", q_size, config.output_bias, f"{layer}.post_attention_norm", scale, factor
+            f"{layer}.o_proj",
+            config.attention_size(index),
+            config.output_bias,
+            f"{layer}.post_attention_norm",
+            scale,
+            factor,
         ),
         cos_sin_cache=tables.unrotated if config.rotated_first else rope,
         first_cos_sin_cache=rope if config.rotated_first else None,
@@ -49,9 +57,11 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
         interleaved=config.interleaved_rope,
         window=window,
         gate_size=config.gate_size(index),
+        value_columns=torch.arange(value_dim, device=reader.device) if config.value_dim else None,
+        value_norm=None if config.value_scale == 1.0 else factor_norm(config.value_scale, value_dim, reader.device),
         softcap=config.attention_softcap,
         scale=config.attention_scale,
-        sinks=reader.vector(f"{layer}.sinks", config.num_heads) if config.attention_sinks else None,
+        sinks=reader.vector(f"{layer}.sinks", config.num_heads) if config.has_sinks(index) else None,
     )
 
 
@@ -69,12 +79,22 @@ def _qkv(reader: LayerReader, index: int, is_split: bool) -> Weight:
     if config.kv_layer(index) == index:
         sizes[f"{layer}.k_proj"] = kv_size
         if index not in config.tied_kv_layers:
-            sizes[f"{layer}.v_proj"] = kv_size
+            sizes[f"{layer}.v_proj"] = config.value_size(index)
     if config.separate_gate:
         sizes[f"{layer}.output_gate"] = config.gate_size(index)
     if not is_whole:
+        parts = [
+            _selected(part, config.value_rows(index)) if config.value_dim and part[0].endswith(".v_proj") else part
+            for part in reader.read(sizes, config.qkv_bias)
+        ]
         # The norm of a whole row needs it contiguous.
-        return reader.concatenated(sizes, config.qkv_bias, is_split)
+        return reader.joined(parts, is_split)
     q, *kv = reader.read(sizes, config.qkv_bias)
-    halves = [(q[0], q[1].rows(rows), None if q[2] is None else q[2][rows]) for rows in config.query_rows(index)]
-    return reader.joined([halves[0], *kv, halves[1]], is_split)
+    queries, gates = (_selected(q, rows) for rows in config.query_rows(index))
+    return reader.joined([queries, *kv, gates], is_split)
+
+
+def _selected(part: Part, rows: Tensor) -> Part:
+    """Return some rows of a matrix, and of its bias."""
+    name, matrix, bias = part
+    return name, matrix.rows(rows), None if bias is None else bias[rows]

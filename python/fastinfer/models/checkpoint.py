@@ -138,7 +138,7 @@ def fused_rows(config: ModelConfig, layer: int, part: str, inner: int | None = N
     return {
         "q_proj": slice(0, q_size),
         "k_proj": slice(q_size, q_size + kv_size),
-        "v_proj": slice(q_size + kv_size, q_size + 2 * kv_size),
+        "v_proj": slice(q_size + kv_size, q_size + kv_size + config.value_size(layer)),
         "gate_proj": gate,
         "up_proj": up,
     }[part]

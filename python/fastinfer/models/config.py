@@ -113,6 +113,9 @@ class ModelConfig:
             a KV head.
         head_dim: number of elements of a head.
         kv_shapes: shape of each layer's keys and values; empty if all layers have ``num_kv_heads`` and ``head_dim``.
+        value_dim: number of elements of a value where it has fewer than a key; 0 for as many. The cache has as many,
+            and the last ones are not used.
+        value_scale: factor of the values.
         kv_layers: the layer whose keys and values each layer attends to, itself or an earlier one with the same shape
             and window; empty if every layer has its own.
         rotary_dim: number of rotated elements of a head; 0 for a model with learned positions.
@@ -170,6 +173,7 @@ class ModelConfig:
         residual_scale: factor of the outputs of attention and MLP.
         attention_scale: factor of the attention logits, ``None`` for ``head_dim ** -0.5``.
         attention_sinks: whether each query head has a learned logit that takes part in the softmax and has no value.
+        full_sinks: whether layers without a window have such logits, too.
         attention_softcap, logits_softcap: caps of the attention logits and of the logits, 0 for none.
         logits_scale: factor of the logits.
         num_experts: number of experts per layer, 0 for a model without experts.
@@ -208,6 +212,8 @@ class ModelConfig:
     local_rotary_dim: int = 0
     windows: tuple[int, ...] = ()
     kv_shapes: tuple[KVShape, ...] = ()
+    value_dim: int = 0
+    value_scale: float = 1.0
     kv_layers: tuple[int, ...] = ()
     state_layers: tuple[bool, ...] = ()
     states: StateConfig | None = None
@@ -248,6 +254,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     attention_scale: float | None = None
     attention_sinks: bool = False
+    full_sinks: bool = True
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
     logits_scale: float = 1.0
@@ -346,7 +353,24 @@ class ModelConfig:
             return self.states.output_size
         if self.latent_attention is not None:
             return self.num_heads * self.latent_attention.value_dim
-        return self.q_size(layer)
+        return self.num_heads * self.value_dim if self.value_dim else self.q_size(layer)
+
+    def has_sinks(self, layer: int) -> bool:
+        """Return whether the query heads of a layer have learned logits without a value."""
+        return self.attention_sinks and (self.full_sinks or self.window(layer) > 0)
+
+    def value_rows(self, layer: int) -> Tensor:
+        """Return the row of a file's value projection for each element of the cached values.
+
+        Those behind ``value_dim`` have the row of the last one before them.
+        """
+        heads, elements = torch.arange(self.kv_shape(layer).num_heads), torch.arange(self.kv_shape(layer).head_dim)
+        return (heads[:, None] * self.value_dim + elements.clamp(max=self.value_dim - 1)).flatten()
+
+    def value_size(self, layer: int) -> int:
+        """Return the number of rows of a layer's value projection."""
+        shape = self.kv_shape(layer)
+        return shape.num_heads * (self.value_dim or shape.head_dim)
 
     def kv_size(self, layer: int) -> int:
         """Return the number of elements of all keys of a token, or of all its values."""

@@ -7,7 +7,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.gate_up_loader import input_names, read_gate_up_bias, read_input
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.moe import MixtureOfExperts, SharedExpert
-from fastinfer.models.norm import Norm, factor_norm
+from fastinfer.models.norm import Norm, RMSNorm, factor_norm
 
 # Limits of fastinfer.ops.route_experts.
 MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, MAX_EXPERT_GROUPS = 1024, 32, 32
@@ -37,10 +37,12 @@ def check_experts(checkpoint: Checkpoint) -> None:
         )
 
 
-def load_mixture(reader: LayerReader, layer: str, norm: Norm) -> MixtureOfExperts:
-    """Read the experts of a layer, behind a norm."""
+def load_mixture(reader: LayerReader, layer: str, norm: Norm, post_norm: RMSNorm | None) -> MixtureOfExperts:
+    """Read the experts of a layer between two norms, of which the second one may be missing."""
     config, checkpoint = reader.config, reader.checkpoint
-    scale = config.experts_scale
+    if config.experts_scale != 1.0:
+        assert post_norm is None
+        post_norm = factor_norm(config.experts_scale, config.hidden_size, reader.device)
     experts = [f"{layer}.experts.{index}" for index in reader.own_experts()]
     shape = hidden, inner = config.hidden_size, config.intermediate_size
     router = checkpoint.linear(f"{layer}.router", config.num_experts, config.hidden_size)
@@ -68,7 +70,7 @@ def load_mixture(reader: LayerReader, layer: str, norm: Norm) -> MixtureOfExpert
         activation=config.activation,
         choice_bias=reader.vector(f"{layer}.router_bias", config.num_experts) if config.router.has_bias else None,
         shared=_shared_expert(reader, layer) if config.shared_intermediate_size else None,
-        post_norm=None if scale == 1.0 else factor_norm(scale, hidden, reader.device),
+        post_norm=post_norm,
         gated=config.gated,
         experts_device=reader.experts_device,
     )

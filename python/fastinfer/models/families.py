@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fastinfer.models.structure import (
+    AFMOE,
     COHERE,
     EXAONE4,
+    EXAONE_MOE,
     FALCON_H1,
     GEMMA,
     GEMMA2,
@@ -25,6 +27,7 @@ from fastinfer.models.structure import (
     LFM2,
     LFM3,
     MELLUM,
+    MIMO,
     MUSE_GLIMMER,
     NANOCHAT,
     NEMOTRON_H,
@@ -110,9 +113,9 @@ class Family:
         prefix: prefix of all names, which some checkpoints leave out.
         defaults: values of config.json that its writers may leave out. Families whose layers may have a window have
             ``sliding_window`` among them; that of other families' files has no meaning.
+        fixed: values of config.json that its files may have, too, but that their own program does not read.
         structure: structure of the layers.
         aliases: usual names of settings, with other names that this family's files may have, and that come first.
-        ignored: settings of other families that this one's files may have, and that mean nothing there.
         activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; ``None`` if config.json says it.
         gated: whether the MLP has a gate.
         qkv_bias: whether Q, K and V have a bias where config.json does not say so.
@@ -136,9 +139,9 @@ class Family:
     top: Mapping[str, str] = field(default_factory=lambda: _TOP)
     prefix: str = "model."
     defaults: Mapping[str, object] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
     structure: Structure = field(default_factory=Structure)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    ignored: frozenset[str] = frozenset()
     activation: str | None = None
     gated: bool = True
     qkv_bias: bool = False
@@ -254,10 +257,38 @@ _GLM = Family(
     },
 )
 _GLM4_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_mlp_norm": "post_mlp_layernorm"}
+_GLM4_MOE = Family(
+    output_bias=False,
+    sigmoid_router=True,
+    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True, "n_shared_experts": 1},
+)
+_GLM4V = Family(
+    {**_GLM.layer, **_GLM4_NORMS},
+    structure=GLM4,
+    qkv_bias=True,
+    output_bias=False,
+    defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+)
 _OLMO2 = Family(
     _LAYER | {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
     structure=OLMO2,
     defaults={"rms_norm_eps": 1e-5},
+)
+_EXAONE4 = replace(_OLMO2, structure=EXAONE4, defaults={**_OLMO2.defaults, **_SLIDING})
+_EXAONE_MOE = Family(
+    _LAYER | {"router_bias": "mlp.e_score_correction_bias"},
+    structure=EXAONE_MOE,
+    aliases={"n_shared_experts": "num_shared_experts"},
+    sigmoid_router=True,
+    defaults={
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "norm_topk_prob": True,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        **_SLIDING,
+    },
 )
 _COHERE = Family(
     _LAYER | {"mlp_norm": "input_layernorm"},
@@ -366,6 +397,16 @@ _QWEN2_VL = Family(
 MISSING = {
     "ApertusForCausalLM": "the activation xIELU",
     **dict.fromkeys(("PhimoeForCausalLM", "PhiMoEForCausalLM"), "the choice of experts by SparseMixer"),
+    "Kolibri1ForCausalLM": "experts that are chosen by their logits and a bias before the sigmoid",
+    "LagunaForCausalLM": "gates of attention by softplus, and layers with different numbers of query heads",
+    **dict.fromkeys(
+        ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
+        "sparse attention to blocks that an index of the keys chooses",
+    ),
+    **dict.fromkeys(
+        ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+        "a SwiGLU that is clamped in some layers, and layers with different numbers of query heads",
+    ),
 }
 
 FAMILIES: dict[str, Family] = {
@@ -415,19 +456,17 @@ FAMILIES: dict[str, Family] = {
         layer={**_HUNYUAN.layer, "router": "mlp.gate.wg", "shared_expert": "mlp.shared_mlp"},
         aliases={"num_experts_per_tok": "moe_topk"},
         # Files say more than transformers computes, each of them for every layer.
-        ignored=frozenset(
-            {
-                "moe_intermediate_size",
-                "shared_expert_intermediate_size",
-                "norm_topk_prob",
-                "routed_scaling_factor",
-                "scoring_func",
-                "n_group",
-                "topk_group",
-                "first_k_dense_replace",
-            }
-        ),
-        defaults={**_HUNYUAN.defaults, "norm_topk_prob": True, "num_experts": 1, "num_experts_per_tok": 1},
+        fixed={
+            "moe_intermediate_size": None,
+            "shared_expert_intermediate_size": None,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": None,
+            "scoring_func": None,
+            "n_group": None,
+            "topk_group": None,
+            "first_k_dense_replace": None,
+        },
+        defaults={**_HUNYUAN.defaults, "num_experts": 1, "num_experts_per_tok": 1},
     ),
     "NemotronForCausalLM": Family(
         structure=LAYER_NORMS,
@@ -457,10 +496,8 @@ FAMILIES: dict[str, Family] = {
         top=_TOP | {"norm": "model.final_layernorm"},
         structure=PHI,
         gated=False,
-        ignored=frozenset({"attention_bias", "mlp_bias"}),
+        fixed={"attention_bias": True, "mlp_bias": True},
         defaults={
-            "attention_bias": True,
-            "mlp_bias": True,
             "hidden_act": "gelu_new",
             "layer_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
@@ -479,14 +516,13 @@ FAMILIES: dict[str, Family] = {
         prefix="gpt_neox.",
         structure=GPT_NEOX,
         aliases={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-        ignored=frozenset({"mlp_bias", "num_key_value_heads", "head_dim"}),
+        fixed={"mlp_bias": True, "num_key_value_heads": None, "head_dim": None},
         gated=False,
         qkv_by_head=True,
         defaults={
             "hidden_act": "gelu",
             "layer_norm_eps": 1e-5,
             "attention_bias": True,
-            "mlp_bias": True,
             "rotary_emb_base": 10000.0,
             "rotary_pct": 0.25,
         },
@@ -515,18 +551,23 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
-    "OlmoForCausalLM": Family(structure=OLMO, ignored=frozenset({"layer_norm_eps"}), defaults={"layer_norm_eps": 1e-5}),
+    "OlmoForCausalLM": Family(structure=OLMO, fixed={"layer_norm_eps": 1e-5}),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(_OLMO2, defaults={**_OLMO2.defaults, **_SLIDING, "rope_theta": 5e5}),
-    "Exaone4ForCausalLM": replace(_OLMO2, structure=EXAONE4, defaults={**_OLMO2.defaults, **_SLIDING}),
+    "Exaone4ForCausalLM": _EXAONE4,
     "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, **_SLIDING}),
     "Cohere2MoeForCausalLM": replace(
         _COHERE,
         aliases={"n_shared_experts": "num_shared_experts"},
-        ignored=frozenset(
-            {"mlp_only_layers", "decoder_sparse_step", "routed_scaling_factor", "n_group", "topk_group", "scoring_func"}
-        ),
+        fixed={
+            "mlp_only_layers": None,
+            "decoder_sparse_step": None,
+            "routed_scaling_factor": None,
+            "n_group": None,
+            "topk_group": None,
+            "scoring_func": None,
+        },
         defaults={
             **_COHERE.defaults,
             **_SLIDING,
@@ -591,7 +632,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "MellumForCausalLM": Family(
         structure=MELLUM,
-        ignored=frozenset({"use_sliding_window", "decoder_sparse_step", "mlp_only_layers"}),
+        fixed={"use_sliding_window": True, "decoder_sparse_step": None, "mlp_only_layers": None},
         defaults={
             "head_dim": 128,
             "num_key_value_heads": 4,
@@ -604,11 +645,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "Qwen3MoeForCausalLM": Family(structure=HEAD_NORMS, defaults={"use_sliding_window": False, "sliding_window": 4096}),
-    "Glm4MoeForCausalLM": Family(
-        output_bias=False,
-        sigmoid_router=True,
-        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True, "n_shared_experts": 1},
-    ),
+    "Glm4MoeForCausalLM": _GLM4_MOE,
     "MiniMaxM2ForCausalLM": Family(
         _LAYER
         | {
@@ -620,6 +657,87 @@ FAMILIES: dict[str, Family] = {
         structure=JOINT_NORMS,
         sigmoid_router=True,
         defaults={"rope_theta": 5e6, "norm_topk_prob": True},
+    ),
+    "AfmoeForCausalLM": Family(
+        _LAYER
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_mlp_layernorm",
+            "post_mlp_norm": "post_mlp_layernorm",
+            "router": "mlp.router.gate",
+            "router_bias": "mlp.expert_bias",
+        },
+        structure=AFMOE,
+        aliases={
+            "n_shared_experts": "num_shared_experts",
+            "routed_scaling_factor": "route_scale",
+            "sliding_window_pattern": "global_attn_every_n_layers",
+        },
+        sigmoid_router=True,
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "num_dense_layers": 1,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1408,
+            "sliding_window": 1024,
+            "mup_enabled": False,
+        },
+        fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    ),
+    # The second name is that of published files.
+    "ExaoneMoeForCausalLM": _EXAONE_MOE,
+    "ExaoneMoEForCausalLM": _EXAONE_MOE,
+    "HYV3ForCausalLM": Family(
+        _LAYER
+        | {
+            "router": "mlp.router.gate",
+            "router_bias": "mlp.expert_bias",
+            "shared_expert": "mlp.shared_mlp",
+        },
+        structure=HEAD_NORMS,
+        aliases={"n_shared_experts": "num_shared_experts", "routed_scaling_factor": "router_scaling_factor"},
+        sigmoid_router=True,
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 2.826,
+        },
+        fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 1},
+    ),
+    "MiMoV2FlashForCausalLM": Family(
+        _LAYER | {"sinks": "self_attn.attention_sink_bias"},
+        structure=MIMO,
+        output_bias=False,
+        sigmoid_router=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 129,
+            "attention_value_scale": 0.707,
+            "norm_topk_prob": True,
+        },
+        # Rotary settings are read from rope_parameters alone.
+        fixed={
+            "n_shared_experts": None,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": None,
+            "partial_rotary_factor": 0.334,
+            "rope_scaling": None,
+        },
+    ),
+    "FlexOlmoForCausalLM": replace(
+        _OLMO2, defaults={"rope_theta": 5e5, "num_experts": 7, "num_experts_per_tok": 5, "norm_topk_prob": False}
     ),
     "GptOssForCausalLM": Family(
         _LAYER | {"router": "mlp.router"},
@@ -638,7 +756,12 @@ FAMILIES: dict[str, Family] = {
         stacked_order="in_out",
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
-    "DeepseekV2ForCausalLM": Family(_LAYER | _LATENT_LAYER, structure=LATENT, defaults={"n_shared_experts": 2}),
+    "DeepseekV2ForCausalLM": Family(
+        _LAYER | _LATENT_LAYER,
+        structure=LATENT,
+        defaults={"n_shared_experts": 2},
+        fixed={"n_group": 1, "topk_group": 1},  # of another method
+    ),
     "DeepseekV3ForCausalLM": Family(
         _LAYER | _LATENT_LAYER,
         structure=LATENT,
@@ -797,6 +920,19 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForConditionalGeneration": _GEMMA4,
     "Gemma4UnifiedForConditionalGeneration": _GEMMA4_UNIFIED,
+    "Exaone4_5_ForConditionalGeneration": _EXAONE4,
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": replace(
+        _GLM4_MOE,
+        defaults={
+            **_GLM4_MOE.defaults,
+            "num_key_value_heads": 8,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+        },
+        stacked=_STACKED,
+    ),
     "Mistral3ForConditionalGeneration": _MISTRAL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fastinfer.models.structure import (
+    AFMOE,
     COHERE,
     EXAONE4,
+    EXAONE_MOE,
     FALCON_H1,
     GEMMA,
     GEMMA2,
@@ -23,6 +25,7 @@ from fastinfer.models.structure import (
     LAYER_NORMS,
     LFM2,
     MELLUM,
+    MIMO,
     NEMOTRON_H,
     OLMO,
     OLMO2,
@@ -52,6 +55,8 @@ class Architecture:
         other_biases: whether the other projections have a bias, too.
         learned_positions: whether positions are learned, and nothing is rotated.
         window: length of the attention windows in files that do not say it.
+        counts_dense: whether the file says how many of the first layers have no experts; if not, they are those without
+            a router.
         tiled_values: whether the converter has reordered the value heads of linear attention, see
             :func:`fastinfer.models.checkpoint.tiled_rows`.
     """
@@ -73,6 +78,7 @@ class Architecture:
     other_biases: bool = False
     learned_positions: bool = False
     window: int = 0
+    counts_dense: bool = True
     tiled_values: bool = False
 
 
@@ -109,6 +115,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
     "glm4moe": Architecture(mlp_norm="post_attention_norm"),
+    "afmoe": Architecture(
+        replace(AFMOE, scaled_embedding=True), names={"output_gate": "attn_gate"}, sigmoid_router=True
+    ),
+    "exaone-moe": Architecture(EXAONE_MOE, sigmoid_router=True),
+    "mimo2": Architecture(MIMO, sigmoid_router=True, counts_dense=False),
+    "hy_v3": Architecture(HEAD_NORMS, suffixes={"router_bias": ""}, sigmoid_router=True, counts_dense=False),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
     "mistral4": Architecture(LATENT, renormalizes=False),

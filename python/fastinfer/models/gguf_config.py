@@ -16,9 +16,10 @@ from fastinfer.models.gguf_experts import router, shared_intermediate_size
 from fastinfer.models.gguf_fields import windows_by_layer
 from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
 from fastinfer.models.gguf_latent import latent_attention, latent_scale
+from fastinfer.models.gguf_mimo import mimo_config, mimo_sizes
 from fastinfer.models.gguf_rope import query_growth, rope_scaling
 from fastinfer.models.gguf_states import state_layers, state_sizes
-from fastinfer.models.structure import GEMMA4, NEMOTRON_H, periodic_windows
+from fastinfer.models.structure import GEMMA4, MIMO, NEMOTRON_H, periodic_windows
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
@@ -35,7 +36,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         )
     family = ARCHITECTURES[architecture]
     structure = family.structure
-    known = gemma4_sizes(file) if structure is GEMMA4 else {}
+    known = gemma4_sizes(file) if structure is GEMMA4 else mimo_sizes(file) if structure is MIMO else {}
 
     def size(key: str, default: int | None = None) -> int:
         if key in known:
@@ -68,6 +69,9 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         structure = replace(structure, qk_norm="head")
     elif has_norms:
         raise UnsupportedModelError(f"{file.path}: norms of queries (blk.0.attn_q_norm) are not implemented for it")
+    if architecture == "glm4" and "glm4.rope.dimension_sections" in file.metadata:
+        # Of a model that reads images, whose converter puts the halves of rotated pairs apart.
+        structure = replace(structure, interleaved_rope=False)
     latent = latent_attention(file, architecture) if structure.latent_attention else None
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.row_dim
@@ -82,7 +86,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         raise GGUFFormatError(f"{file.path}: rotary size must be even and at most {head_dim}, got {rotary_dim}")
     epsilon = "layer_norm_epsilon" if structure.norm == "layer_norm" else "layer_norm_rms_epsilon"
     num_experts = size("expert_count", 0)
-    num_dense = file.get(f"{architecture}.leading_dense_block_count", int, 0, minimum=0) if num_experts else 0
+    dense = _dense_layers(file, architecture, num_layers) if num_experts else frozenset()
     rope_theta = number("rope.freq_base", 10000.0, minimum=1.001)
     window = size("attention.sliding_window", family.window)
     windows = periodic_windows(window, structure.window_period, num_layers) if window else ()
@@ -102,7 +106,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=size("expert_feed_forward_length", 0) or size("feed_forward_length"),
-        dense_intermediate_size=size("feed_forward_length") if num_dense else 0,
+        dense_intermediate_size=size("feed_forward_length") if dense else 0,
         shared_intermediate_size=shared_intermediate_size(file, architecture),
         num_layers=num_layers,
         num_heads=num_heads,
@@ -139,7 +143,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         if num_experts
         else 0,
         router=router(file, architecture),
-        dense_layers=frozenset(range(num_dense)),
+        dense_layers=dense,
         shared_expert_gate=family.shared_expert_gate,
         **structure.config_fields(hidden_size),
     )
@@ -148,7 +152,16 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         scale = 0.5 if config.shared_intermediate_size else 1.0
         unrotated = config.unrotated_layers - config.dense_layers
         return replace(config, experts_scale=scale, unrotated_layers=unrotated)
+    if structure is MIMO:
+        return mimo_config(file, config)
     return gemma4_config(file, config) if structure is GEMMA4 else config
+
+
+def _dense_layers(file: GGUFFile, architecture: str, num_layers: int) -> frozenset[int]:
+    """Return the layers of a model with experts that have none."""
+    if ARCHITECTURES[architecture].counts_dense:
+        return frozenset(range(file.get(f"{architecture}.leading_dense_block_count", int, 0, minimum=0)))
+    return frozenset(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in file.tensors)
 
 
 def _has_biases(file: GGUFFile, part: str) -> bool:

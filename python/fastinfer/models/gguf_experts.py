@@ -9,7 +9,7 @@ from fastinfer.models.gguf_architectures import ARCHITECTURES
 def router(file: GGUFFile, architecture: str) -> RouterConfig:
     """Return how the experts of a token are chosen."""
     family = ARCHITECTURES[architecture]
-    has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    has_bias = any(name.endswith((".exp_probs_b.bias", ".exp_probs_b")) for name in file.tensors)
     # The first files of GLM-4.7-Flash do not say it; DeepSeek-V2, whose scores are a softmax, has no bias.
     is_sigmoid = family.sigmoid_router or (architecture == "deepseek2" and has_bias)
     scoring = file.get(f"{architecture}.expert_gating_func", int, 2 if is_sigmoid else 1)

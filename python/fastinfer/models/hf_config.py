@@ -17,6 +17,7 @@ from fastinfer.models.hf_gpt2 import gpt2_config
 from fastinfer.models.hf_latent import latent_attention
 from fastinfer.models.hf_layers import attention_windows, dense_layers, state_layers, unrotated_layers
 from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
+from fastinfer.models.hf_mimo import mimo_config, prepare_mimo
 from fastinfer.models.hf_nemotron import nemotron_h_mamba2, prepare_nemotron_h
 from fastinfer.models.hf_rope import Rope
 from fastinfer.models.hf_states import (
@@ -28,12 +29,26 @@ from fastinfer.models.hf_states import (
 )
 from fastinfer.models.state_config import StateConfig
 from fastinfer.models.stored_layers import StoredLayers
-from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, NEMOTRON_H
+from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, MIMO, NEMOTRON_H
 
 # Families that scale rotations where their files do not say how.
 _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", "CwmForCausalLM")
 # Families whose files may have a rotary base for each layer.
 _ROPE_BY_LAYER = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
+
+# Language models within those of text and images, by their model_type, where it may be one of several; first the usual.
+_TEXT_MODELS = {
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "Mistral3ForConditionalGeneration",
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
+    },
+    "Exaone4_5_ForConditionalGeneration": dict.fromkeys(("exaone4", "exaone4_5_text"), "Exaone4ForCausalLM"),
+    "Glm46VForConditionalGeneration": {
+        "glm4v_text": "Glm4vForConditionalGeneration",
+        "glm4v_moe_text": "Glm4vMoeForConditionalGeneration",
+    },
+}
 
 
 def family_of(fields: JsonFields) -> tuple[str, Family]:
@@ -44,10 +59,11 @@ def family_of(fields: JsonFields) -> tuple[str, Family]:
     """
     names = fields.get("architectures", list, [])
     name = str(names[0]) if names else f"model_type {fields.get('model_type', str, 'none')!r}"
+    if name in MISSING:
+        raise UnsupportedModelError(f"{fields.path}: architecture {name} is not implemented: it needs {MISSING[name]}")
     if name not in FAMILIES:
-        needs = f", because it needs {MISSING[name]}" if name in MISSING else ""
         raise UnsupportedModelError(
-            f"{fields.path}: architecture {name} is not implemented{needs}; supported are {', '.join(FAMILIES)}"
+            f"{fields.path}: architecture {name} is not implemented; supported are {', '.join(FAMILIES)}"
         )
     return name, FAMILIES[name]
 
@@ -69,15 +85,15 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     text = fields.object("text_config")  # of models that have images, too
     if text is not None:
         fields = text
-        kind = fields.get("model_type", str, None)
-        if name == "Mistral3ForConditionalGeneration" and kind in ("mistral4", "ministral3"):
-            name = f"{kind.capitalize()}ForCausalLM"
-            family = FAMILIES[name]
-        elif name == "Mistral3ForConditionalGeneration" and kind not in (None, "mistral"):
-            raise UnsupportedModelError(
-                f"{path}: text_config.model_type must be mistral, ministral3 or mistral4, got {kind!r:.80}"
-            )
-    fields.values = {**family.defaults, **{k: v for k, v in fields.values.items() if k not in family.ignored}}
+        if models := _TEXT_MODELS.get(name):
+            kind = fields.get("model_type", str, next(iter(models)))
+            if kind not in models:
+                *others, last = models
+                raise UnsupportedModelError(
+                    f"{path}: text_config.model_type must be {', '.join(others)} or {last}, got {kind!r:.80}"
+                )
+            name, family = models[kind], FAMILIES[models[kind]]
+    fields.values = {**family.defaults, **fields.values, **family.fixed}
     fields.values |= {usual: fields.values[own] for usual, own in family.aliases.items() if own in fields.values}
     if name == "GPT2LMHeadModel":
         return gpt2_config(fields)
@@ -100,6 +116,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         prepare_gemma4(fields)
     elif family.structure is LFM3:
         prepare_lfm3(fields)
+    elif family.structure is MIMO:
+        prepare_mimo(fields)
     size = Sizes(fields)
     hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
     num_layers = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
@@ -118,8 +136,6 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     experts = num_experts(size)
     dense = dense_layers(fields, num_layers) if experts else frozenset()
     _check_settings(fields, name, family)
-    if name == "DeepseekV2ForCausalLM":
-        fields.values |= {"n_group": 1, "topk_group": 1}  # of another method
     structure = lfm3_structure(fields) if family.structure is LFM3 else family.structure
     if name == "HyperCLOVAXForCausalLM":
         structure = replace(structure, post_norms=fields.get("use_post_norm", bool, True))
@@ -161,6 +177,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         local_rope_theta=rope.local_theta,
+        local_rotary_dim=0 if rope.local_dim == rope.dim else rope.local_dim,
         windows=windows,
         state_layers=with_states,
         states=_state_sizes(fields, family, size) if with_states else None,
@@ -196,6 +213,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         return lfm3_config(fields, config)
     if name == "Cohere2MoeForCausalLM":
         return cohere2_moe_config(fields, config)
+    if structure is MIMO:
+        return mimo_config(fields, config)
     if structure is FALCON_H1:
         return replace(config, **falcon_h1_factors(fields, head_dim))
     return replace(config, **_factors(fields, name, head_dim))
@@ -221,6 +240,8 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
     if name == "StableLmForCausalLM":
         require(fields, "qk_layernorm", False)
         require(fields, "use_parallel_residual", False)
+    if name == "HYV3ForCausalLM":
+        require(fields, "mlp_bias", False)
     if name == "Ernie4_5_MoeForCausalLM":
         require(fields, "use_bias", False)
         last = fields.get("num_hidden_layers", int) - 1
@@ -235,7 +256,7 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "use_qk_norm", True)
         require(fields, "qk_norm_type", "per_layer")
         require(fields, "shared_intermediate_size", 0)
-    if name == "MuseGlimmerForConditionalGeneration":
+    if name in ("MuseGlimmerForConditionalGeneration", "AfmoeForCausalLM"):
         require(fields, "attention_bias", False)
 
 
@@ -254,6 +275,8 @@ def _factors(fields: JsonFields, name: str, head_dim: int) -> dict[str, Any]:
             "attention_scale": factor("attention_multiplier", 1.0 if is_granite else head_dim**-0.5),
             "logits_scale": 1.0 / logits_scaling if is_granite else logits_scaling,
         }
+    if name == "AfmoeForCausalLM" and fields.get("mup_enabled", bool):
+        return {"embedding_scale": float(fields.get("hidden_size", int)) ** 0.5}
     if name == "MuseGlimmerForConditionalGeneration":
         return {
             "query_scale": factor("qk_scale_factor", 1.0),

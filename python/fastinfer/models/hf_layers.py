@@ -8,7 +8,7 @@ from fastinfer.models.config import MAX_SIZE
 from fastinfer.models.families import Family
 from fastinfer.models.hf_fields import require
 from fastinfer.models.hf_states import FULL, SLIDING, is_rotated, layers_of_kind, mamba_layers, short_conv_layers
-from fastinfer.models.structure import LFM3, NEMOTRON_H, periodic_windows
+from fastinfer.models.structure import EXAONE4, EXAONE_MOE, LFM3, NEMOTRON_H, periodic_windows
 
 
 def attention_windows(fields: JsonFields, name: str, family: Family, num_layers: int) -> tuple[int, ...]:
@@ -75,9 +75,9 @@ def unrotated_layers(
     """Return the layers whose queries and keys are not rotated."""
     if name == "SmolLM3ForCausalLM":
         return _smollm3_unrotated_layers(fields, num_layers)
-    # Without any window, too: Cohere 2 rotates what has a window, EXAONE 4 all layers if there is no length of one.
-    is_exaone = name == "Exaone4ForCausalLM" and fields.values.get("sliding_window") is not None
-    if name in ("Cohere2ForCausalLM", "Cohere2MoeForCausalLM") or is_exaone:
+    # Without any window, too: some rotate what has a window, EXAONE's models all layers if there is no length of one.
+    is_exaone = family.structure in (EXAONE4, EXAONE_MOE) and fields.values.get("sliding_window") is not None
+    if name in ("Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "AfmoeForCausalLM") or is_exaone:
         return frozenset(layer for layer in range(num_layers) if not (windows and windows[layer]))
     if name == "MuseGlimmerForConditionalGeneration":
         if fields.values.get("layer_rope_theta") is None:

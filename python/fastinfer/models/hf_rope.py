@@ -31,6 +31,7 @@ class Rope:
         self.max_position = fields.get("max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
         if family.structure in (GEMMA4, LFM3):  # whose settings are read later
             self.dim, self.theta, self.local_theta, self.scaling = head_dim, 10000.0, None, ops.RopeScaling()
+            self.local_dim = 0
             return
         key, parameters = _rotary_fields(fields)
         full = parameters.object("full_attention") if parameters else None
@@ -54,8 +55,12 @@ class Rope:
             _check_rotated_share(fields, share, latent)
             head_dim, share = latent.rotary_dim, 1.0
         self.dim = fields.get("rotary_dim", int, int(head_dim * share), minimum=0, maximum=head_dim)
-        if self.dim % 2 or not self.dim:
-            raise CheckpointFormatError(f"{fields.path}: the rotated size must be even and positive, got {self.dim}")
+        self.local_dim = self.dim
+        if local:
+            self.local_dim = int(head_dim * local.get("partial_rotary_factor", float, share, minimum=0.0, maximum=1.0))
+        for size in (self.dim, self.local_dim):
+            if size % 2 or not size:
+                raise CheckpointFormatError(f"{fields.path}: the rotated size must be even and positive, got {size}")
         self.scaling = ops.RopeScaling() if parameters is None else self._scaling(fields, parameters)
         if family.structure.only_full_scaled and has_windows and self.local_theta is None:
             self.local_theta = self.theta

@@ -130,13 +130,18 @@ class LayerReader:
         config = self.config
         weight = self.checkpoint.linear(name, config.hidden_size, in_features)
         bias = self.vector(f"{name}.bias", config.hidden_size) if has_bias else None
-        norm = None
-        if config.post_norms:
-            eps = config.norm_eps if config.post_norm_eps is None else config.post_norm_eps
-            share = config.residual_scale / (scale or self.scale)
-            norm = RMSNorm(self.vector(post_norm, config.hidden_size) * share, eps)
+        norm = self.post_norm(post_norm, scale)
         module = name.rpartition(".")[2]
         return OutputProjection(module, self.weight((name,), weight, bias), norm, factor)
+
+    def post_norm(self, name: str, scale: float | None = None) -> RMSNorm | None:
+        """Read the norm of an output, for such a stream; None for a model without such norms."""
+        config = self.config
+        if not config.post_norms:
+            return None
+        eps = config.norm_eps if config.post_norm_eps is None else config.post_norm_eps
+        share = config.residual_scale / (scale or self.scale)
+        return RMSNorm(self.vector(name, config.hidden_size) * share, eps)
 
     def vocabulary(self, name: str, rows: int, width: int | None = None, columns: Tensor | None = None) -> Weight:
         """Read a matrix with a row for each token, of the hidden size or another width, or some columns of it."""

@@ -105,6 +105,8 @@ class _Place:
     def shape(self) -> tuple[int, int]:
         """Numbers of outputs and inputs of these rows."""
         out, features = self.slots.b.shape[-1], self.slots.a.shape[-1]
+        if isinstance(self.rows, Tensor):  # some of which the module may have several times
+            out = len(self.rows.unique())
         return (features, out) if self.is_transposed else (out, features)
 
 

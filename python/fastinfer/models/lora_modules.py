@@ -46,6 +46,8 @@ def module_parts(config: ModelConfig, layer: int, module: str, inner: int | None
     if module == "in_proj" and isinstance(states, Mamba2Config):
         wide = states.inner_size + states.conv_dim
         return {"in_proj": slice(0, wide), "in_proj_dt": slice(wide, wide + states.num_heads)}
+    if module == "v_proj" and config.value_dim:
+        return {"v_proj": config.value_rows(layer)}
     if module == "q_proj" and config.output_gate and not config.separate_gate:
         return {"q_proj": config.query_rows(layer)[0], "output_gate": config.query_rows(layer)[1]}
     return {module: slice(None)}

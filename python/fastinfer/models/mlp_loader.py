@@ -18,13 +18,11 @@ def load_mlp(reader: LayerReader, index: int) -> MLP | None:
     norm = reader.pre_norm(f"{layer}.mlp_norm", factor=config.mlp_input_scale)
     # The last part of a layer multiplies its output by the layer's scale.
     factor = 1.0 if config.per_layer_size else reader.layer_scale(index)
-    if config.has_experts(index):
-        return (
-            _mlp_beside_experts(reader, layer, norm, factor)
-            if config.mlp_beside_experts
-            else load_mixture(reader, layer, norm)
-        )
     post_norm = f"{layer}.post_mlp_norm"
+    if config.has_experts(index):
+        if config.mlp_beside_experts:
+            return _mlp_beside_experts(reader, layer, norm, factor)
+        return load_mixture(reader, layer, norm, reader.post_norm(post_norm))
     down = reader.output(f"{layer}.down_proj", inner, config.mlp_bias, post_norm, reader.scale, factor)
     if not config.gated:
         return PlainMLP(
@@ -41,10 +39,14 @@ def _mlp_beside_experts(reader: LayerReader, layer: str, norm: Norm, factor: flo
     inner = config.dense_intermediate_size
     router_norm = reader.vector(f"{layer}.router_scale", hidden) * hidden**-0.5
     experts = replace(
-        load_mixture(reader, layer, reader.pre_norm(f"{layer}.experts_norm")),
+        load_mixture(
+            reader,
+            layer,
+            reader.pre_norm(f"{layer}.experts_norm"),
+            RMSNorm(reader.vector(f"{layer}.post_experts_norm", hidden), config.norm_eps),
+        ),
         router_norm=RMSNorm(router_norm, config.norm_eps),
         expert_scale=reader.vector(f"{layer}.expert_scale", config.num_experts),
-        post_norm=RMSNorm(reader.vector(f"{layer}.post_experts_norm", hidden), config.norm_eps),
     )
     names = tuple(f"{layer}.{name}" for name in GATE_UP)
     gate_up = reader.weight(names, read_gate_up(reader, layer, inner), None)

@@ -120,15 +120,15 @@ class MixtureOfExperts:
         routing = self._route(logits)
         away = self.experts_device
         inputs = (x, routing, lora) if away is None else moved((x, routing, lora), away)
-        addend = None if self.post_norm is not None else self.down.own_residual(residual)
+        stream = residual if self.post_norm is None else None  # which is added behind the norm
+        addend = self.down.own_residual(stream)
         if self.shared is not None:  # before the experts, so that a GPU computes it while a CPU computes them
             addend = self.shared(x, addend, lora)
         out = self._experts(*inputs)
         if away is not None:
             out = moved(out, str(x.device))
-        if self.post_norm is not None:
-            return self.post_norm(self.down.combine(out, routing, addend), residual)
-        return self.down.combine(out, routing, addend, residual)
+        combined = self.down.combine(out, routing, addend, stream)
+        return combined if self.post_norm is None else self.post_norm(combined, residual)
 
     def _route(self, logits: Tensor) -> ops.Routing:
         config = self.routing

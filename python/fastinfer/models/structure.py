@@ -120,6 +120,10 @@ VAULT_GEMMA = replace(GEMMA2, post_norms=False)
 # Also OLMo 3.
 OLMO2 = Structure(pre_norms=False, post_norms=True, qk_norm="all", window_period=4, only_full_scaled=True)
 EXAONE4 = replace(OLMO2, qk_norm="head", only_full_scaled=False, only_windows_rotate=True)
+AFMOE = Structure(
+    post_norms=True, qk_norm="head", output_gate=True, separate_gate=True, window_period=4, only_windows_rotate=True
+)
+EXAONE_MOE = Structure(qk_norm="head", window_period=4, only_windows_rotate=True)
 GRANITE_HYBRID = Structure(mamba2=True)
 NEMOTRON_H = Structure(mamba2=True)
 FALCON_H1 = Structure(mamba2=True)
@@ -141,5 +145,6 @@ GPT_NEOX = Structure(norm="layer_norm", parallel=True)
 NANOCHAT = Structure(norm_weights=False, qk_norm="unit", reversed_rope=True, normed_embedding=True)
 GPT_OSS = Structure(attention_sinks=True, alternating_gate_up=True, window_period=2)
 GRANITE_SWA = Structure(attention_sinks=True)
+MIMO = Structure(attention_sinks=True)
 MUSE_GLIMMER = Structure(post_norms=True, qk_norm="unit", output_gate=True, separate_gate=True, normed_embedding=True)
 LATENT = Structure(latent_attention=True, interleaved_rope=True)

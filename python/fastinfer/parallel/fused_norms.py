@@ -53,10 +53,11 @@ def _joined(output: Output | None, norm: Norm) -> tuple[Any, Any]:
 
 
 def _last_output(layer: DecoderLayer) -> Output | None:
-    """Return what a layer ends with; None for an MLP beside experts, which ends with a norm."""
+    """Return what a layer ends with; None for experts behind which there is a norm."""
     if layer.mlp is None:
         return layer.attention.output
-    return None if isinstance(layer.mlp, MLPBesideExperts) else layer.mlp.down
+    is_normed = isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.post_norm is not None
+    return None if is_normed or isinstance(layer.mlp, MLPBesideExperts) else layer.mlp.down
 
 
 def _with_last_output(layer: DecoderLayer, output: Any) -> DecoderLayer:

@@ -46,6 +46,8 @@ def adapter_rows(division: Division, layer: int, module: str) -> Tensor | None:
     part, name = module.rpartition(".")[2], f"layers.{layer}.{module}"
     if part in OUTPUTS or part == "lm_head":
         return None
+    if part == "v_proj":  # whose values have as many elements as keys here
+        part, name = "k_proj", name.replace("v_proj", "k_proj")
     rows = divided_rows(division, name.removesuffix("_dt"))
     if division.config.output_gate and part in ("q_proj", "output_gate"):
         config = division.config
@@ -108,7 +110,8 @@ def divided_rows(division: Division, name: str) -> list[Rows]:
     if config.latent_attention is not None:
         return [Rows(heads, config.num_heads, size)] if (size := _latent_sizes(division).get(part)) else []
     if part in ("k_proj", "v_proj"):
-        return [Rows(division.kv_heads(layer), config.kv_shape(layer).num_heads, head_dim)]
+        size = config.value_dim or head_dim if part == "v_proj" else head_dim
+        return [Rows(division.kv_heads(layer), config.kv_shape(layer).num_heads, size)]
     # The file's query projection has the gates, too, unless they are a projection of their own.
     num_halves = 2 if config.output_gate and not config.separate_gate else 1
     gate_size = config.gate_size(layer) // config.num_heads

@@ -63,9 +63,11 @@ def assemble(calibrated: list[CalibratedWeight], checkpoint: Checkpoint) -> Quan
         rows, bias = weight.result.rows(order), None if weight.bias is None else weight.bias[order]
         start = 0
         for name, size in zip(weight.names, _sizes(weight, config), strict=True):
-            end = start + size
-            _append(layer, name, rows.rows(slice(start, end)), None if bias is None else bias[start:end])
-            start = end
+            own = torch.arange(start, start + size)
+            if config.value_dim and name.endswith(".v_proj"):
+                own = own.view(-1, config.head_dim)[:, : config.value_dim].flatten()
+            _append(layer, name, rows.rows(own), None if bias is None else bias[own])
+            start += size
     _interleave_gates(layer, config)
     for weight in calibrated:
         if weight.input_scales is not None:
