@@ -1,20 +1,39 @@
 """Folders with a DFlash head, as its authors and speculators write them.
 
 The authors have the layers' configuration at the top of config.json and the rest as ``dflash_config``, some of it at
-the top, too; speculators has the configuration as ``transformer_layer_config`` and the rest at the top. Formats:
+the top, too; speculators has the configuration as ``transformer_layer_config`` and the rest at the top. A head with
+``selector_rank`` is one of DFlash2, whose codebooks are parameters without ``.weight``. Formats:
 https://github.com/z-lab/dflash and https://github.com/vllm-project/speculators.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.formats.unpacked import Dense
 from fastinfer.models.config import MAX_SIZE, BlockConfig, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
+from fastinfer.models.head_checks import check_block, check_layer_ids
 from fastinfer.models.hf_fields import require
-from fastinfer.models.hf_heads import MAX_POSITION, HFDraftCheckpoint
+from fastinfer.models.hf_heads import DFLASH2, MAX_POSITION, HFDraftCheckpoint
 from fastinfer.models.hf_states import FULL, SLIDING
+
+# Kinds of heads that are read here, see :func:`fastinfer.models.hf_heads.hf_head_kind`.
+BLOCK_KINDS = ("dflash", "dflash2")
+# Names of what DFlash2 adds.
+CONV_PARTS = {
+    f"{name}{part}": f"{name}.{stored}"
+    for name in ("attention_conv", "mlp_conv")
+    for part, stored in (("", "kernel_projection"), ("_base", "base_kernel"))
+}
+SELECTOR_PARTS = {
+    "selector_hidden": "candidate_selector.hidden_projection",
+    "selector_predecessor": "candidate_selector.predecessor_codebook",
+    "selector_successor": "candidate_selector.successor_codebook",
+}
 
 
 class HFDFlashCheckpoint(HFDraftCheckpoint):
@@ -27,6 +46,7 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         for key, expected in (
             ("sample_from_anchor", False),
             ("projector_type", "dflash"),
+            ("draft_ffn_type", "dense"),
             ("use_swa", False),  # a window in which a block's tokens see those behind them
             ("attention_sink_bias", False),
             ("is_neox_style", True),
@@ -42,11 +62,24 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
             embedding_scale=own.get("input_embedding_scale", float, 1.0, minimum=1e-6),
             logits_scale=own.get("output_multiplier", float, 1.0, minimum=1e-6),
         )
-        is_causal = self._is_causal(own, config, is_own=layer is None)
-        block = self._block(own, config.vocab_size, is_causal, is_own=layer is None)
+        block = self._block(own, config, is_own=layer is None)
         family = FAMILIES[config.architecture]
-        top = {"embedding": "embed_tokens", "norm": "norm", "lm_head": "lm_head", "layers": "layers"}
-        return replace(config, block=block), replace(family, prefix="", top=top)
+        top = {"embedding": "embed_tokens", "norm": "norm", "lm_head": "lm_head", "layers": "layers", **SELECTOR_PARTS}
+        return replace(config, block=block), replace(family, prefix="", top=top, layer={**family.layer, **CONV_PARTS})
+
+    def conv_base(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read the own kernels of convolutions, fp32; errors are those of :meth:`vector`."""
+        stored = self.stored_name(name)
+        values = self._get(stored)
+        if values.shape != shape:
+            raise CheckpointFormatError(
+                f"{self.path}: tensor {stored!r} must have the shape {list(shape)}, got {list(values.shape)}"
+            )
+        return values.float()
+
+    def _dense(self, module: str) -> Dense:
+        is_parameter = f"{module}.weight" not in self.tensors and module in self.tensors
+        return Dense(self._get(module)) if is_parameter else super()._dense(module)
 
     def _own_fields(self) -> JsonFields:
         """Return the fields of DFlash's authors, of which those in ``dflash_config`` come first."""
@@ -72,28 +105,38 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         window = source.get("sliding_window", int, minimum=1, maximum=MAX_SIZE) if is_used else MAX_POSITION
         return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
-    def _is_causal(self, own: JsonFields, config: ModelConfig, *, is_own: bool) -> bool:
-        """Return whether a block's tokens see none of those behind them in layers without a window, too."""
-        if is_own:
-            key = "causal" if own.values.get("is_causal") is None else "is_causal"
-            causal = own.get(key, bool, None)  # by default in layers with a window alone
-            hides, expected = causal is not False, True
-        else:
-            key, causal, expected = "sliding_window_non_causal", None, False
-            hides = not own.get(key, bool, True)
-        if any(config.windows) and not hides:
-            raise UnsupportedModelError(
-                f"{own.path}: {key} must be {expected} for layers with sliding windows, got {not expected}"
-            )
-        return bool(causal)
+    def _sees_whole_block(self, own: JsonFields, *, is_own: bool) -> bool | None:
+        """Return whether a block's tokens see those behind them in all layers, in none, or in some (``None``).
 
-    def _block(self, own: JsonFields, vocab_size: int, is_causal: bool, *, is_own: bool) -> BlockConfig:
+        If in some, those with a window hide them.
+        """
+        if not is_own:
+            return True if own.get("sliding_window_non_causal", bool, True) else None
+        key = "causal" if own.values.get("is_causal") is None else "is_causal"
+        is_causal: bool | None = own.get(key, bool, None)
+        return None if is_causal is None else not is_causal
+
+    def _block(self, own: JsonFields, config: ModelConfig, *, is_own: bool) -> BlockConfig:
         """Read what the head was trained for; ``is_own``: in the format of DFlash's authors."""
         name = "target_layer_ids" if is_own else "aux_hidden_state_layer_ids"
         layers: list[Any] = own.get(name, list)
-        self._check_layer_ids(name, layers)
-        size: int = own.get("block_size", int, minimum=2)
-        # speculators counts the layers whose inputs are read.
-        outputs = tuple(layer if is_own else layer - 1 for layer in layers)
-        mask = own.get("mask_token_id", int, minimum=0, maximum=vocab_size - 1)
-        return BlockConfig(outputs, mask, size, is_causal)
+        check_layer_ids(name, layers, own.path, CheckpointFormatError)
+        sees_whole_block = self._sees_whole_block(own, is_own=is_own)
+        block = BlockConfig(
+            # speculators counts the layers whose inputs are read.
+            feature_layers=tuple(layer if is_own else layer - 1 for layer in layers),
+            mask_token=own.get("mask_token_id", int, minimum=0, maximum=config.vocab_size - 1),
+            size=own.get("block_size", int, minimum=2),
+            is_causal=sees_whole_block is False,
+            has_whole_windows=sees_whole_block is True,
+        )
+        if self._fields.values.get("architectures") == [DFLASH2] or own.values.get("selector_rank") is not None:
+            block = replace(
+                block,
+                conv_taps=own.get("conv_kernel_size", int, minimum=1, maximum=MAX_SIZE),
+                conv_group_size=own.get("conv_group_size", int, minimum=1, maximum=MAX_SIZE),
+                selector_rank=own.get("selector_rank", int, minimum=1, maximum=MAX_SIZE),
+                selector_top_k=own.get("selector_top_k", int, minimum=1, maximum=config.vocab_size),
+            )
+        check_block(block, config, own.path)
+        return block
