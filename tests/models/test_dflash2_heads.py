@@ -14,22 +14,19 @@ from support.dflash_heads import (
     DRAFT_VOCAB,
     MASK,
     SECOND,
-    drafted_logits,
     random_head,
-    selected_drafts,
     write_gguf_head,
     write_own,
     write_speculators,
 )
-from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, recorded_drafts, texts
+from support.draft_blocks import FULL, LAYERS, SLIDING, check_blocks, recorded_blocks, with_head
+from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, texts
 from support.eagle_heads import HIDDEN, VOCAB_SIZE
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
-from support.toy import always_speculate
 from torch import Tensor
 
 from fastinfer import LLM, SamplingParams
-from fastinfer.engine.chunk import Chunk
 from fastinfer.errors import CheckpointFormatError, FastinferError, GGUFFormatError, UnsupportedModelError
 from fastinfer.models.block_conv import BlockConv
 from fastinfer.models.draft_chain import MISSING, CandidateSelector
@@ -37,12 +34,8 @@ from fastinfer.models.hf_config import read_hf_config
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.weights.weight import DenseWeight
 
-LAYERS = [0, 2, 3]  # whose outputs the heads read
-SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOWS = {"is_causal": False, "layer_types": [SLIDING, SLIDING], "sliding_window": 9}
 Write = Callable[..., Path]
-# The logits of a whole block, and the drafts that are made of them.
-Blocks = list[tuple[list[int], Tensor, list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -52,45 +45,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def second_head(**settings: Any) -> dict[str, Tensor]:
     return random_head(len(LAYERS), **SECOND, **settings)
-
-
-def with_head(model: Path, head: Path, **options: Any) -> LLM:
-    llm = LLM(str(model), **OPTIONS | {"draft_model": str(head), "num_speculative_tokens": 3} | options)
-    always_speculate(llm.engine)
-    return llm
-
-
-def recorded_blocks(llm: LLM) -> Blocks:
-    """Return the head's blocks from now on: the text, the logits, and the drafts."""
-    speculator, rows, blocks = llm.engine.speculator, recorded_drafts(llm), []
-    assert speculator is not None
-    propose = speculator.propose
-
-    def record(chunks: list[Chunk]) -> None:
-        rows.clear()
-        drafting = [chunk for chunk in chunks if chunk.num_drafts and chunk.num_tokens == 1]
-        propose(chunks)
-        found = iter(rows)
-        for chunk in drafting:
-            own = [next(found) for _ in range(chunk.num_drafts)]
-            blocks.append((own[0][0], torch.stack([logits for _, _, logits in own]), list(chunk.drafts)))
-
-    speculator.propose = record  # type: ignore[method-assign]
-    return blocks
-
-
-def check(blocks: Blocks, model: Path, head: dict[str, Tensor], every: int = 3, **settings: Any) -> None:
-    """Compare every nth block with the reference, whose ``settings`` are those of the head."""
-    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    assert {len(drafts) for _, _, drafts in blocks} >= {1, 3}
-    for tokens, logits, drafts in blocks[::every]:
-        with torch.no_grad():
-            found = whole(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-            outputs = [found[layer + 1][0] for layer in LAYERS]
-            embedding, lm_head = whole.model.embed_tokens.weight, whole.lm_head.weight
-            expected, hidden = drafted_logits(head, outputs, embedding, lm_head, tokens[-1], len(logits), **settings)
-        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
-        assert drafts == selected_drafts(head, expected, hidden, tokens[-1])
 
 
 def test_convolutions_read_no_other_block() -> None:
@@ -151,7 +105,7 @@ def test_drafts_are_those_of_the_reference(
     llm = with_head(model, write(tmp_path / "head", head, LAYERS, **SECOND, **settings))
     blocks = recorded_blocks(llm)
     assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
-    check(blocks, model, head, **expected)
+    check_blocks(blocks, model, head, **expected)
 
 
 def test_settings_of_the_logits_count_before_the_choice(model: Path, tmp_path: Path) -> None:
@@ -162,7 +116,7 @@ def test_settings_of_the_logits_count_before_the_choice(model: Path, tmp_path: P
     llm = with_head(model, write_own(tmp_path / "head", head, LAYERS, **settings))
     blocks = recorded_blocks(llm)
     texts(llm, GREEDY)
-    check(blocks, model, head, factors=(3.0, 2.0), softcap=9.0, every=1)
+    check_blocks(blocks, model, head, factors=(3.0, 2.0), softcap=9.0, every=1)
 
 
 def test_prefixes_forks_and_preemptions(model: Path, tmp_path: Path) -> None:
@@ -178,7 +132,7 @@ def test_prefixes_forks_and_preemptions(model: Path, tmp_path: Path) -> None:
     assert found == texts(LLM(str(model), **OPTIONS), sampled)
     blocks = recorded_blocks(llm)
     texts(llm, GREEDY)
-    check(blocks, model, head)
+    check_blocks(blocks, model, head)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +205,7 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
     check_adapter_and_sleep(llm, LLM(str(model), max_loras=1, **OPTIONS), adapter)
     blocks = recorded_blocks(llm)
     texts(llm, GREEDY)
-    check(blocks, model, head)
+    check_blocks(blocks, model, head)
 
 
 @pytest.mark.parametrize(

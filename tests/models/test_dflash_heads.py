@@ -273,7 +273,7 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
         ),
         ({"model_type": ["qwen3"]}, CheckpointFormatError, r"model_type: expected str, got \['qwen3'\]"),
         ({"model_type": "gemma"}, UnsupportedModelError, "model_type must be one of .*, got 'gemma'"),
-        ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor must be False, got True"),
+        ({"sample_from_anchor": 1}, CheckpointFormatError, "sample_from_anchor: expected bool, got 1"),
         ({"projector_type": "domino"}, UnsupportedModelError, "projector_type must be 'dflash', got 'domino'"),
         ({"draft_vocab_size": 9}, CheckpointFormatError, "'lm_head.weight' is missing, which draft_vocab_size=9 needs"),
         ({"block_size": 1}, CheckpointFormatError, "block_size: expected 2 to inf, got 1"),
@@ -316,7 +316,13 @@ def test_wrong_heads_are_refused(
             GGUFFormatError,
             "sliding_window_pattern: expected 2 values, one for each layer, got 1",
         ),
-        ({}, LAYERS, "markov_w1", UnsupportedModelError, "tensor 'markov_w1.weight' is not supported for dflash"),
+        (
+            {},
+            LAYERS,
+            "blk.0.attn_sinks",
+            UnsupportedModelError,
+            "tensor 'blk.0.attn_sinks.weight' is not supported for dflash",
+        ),
         ({}, [-1, 2, 3], "", RequestError, r"reads the outputs of layers \(-1, 2, 3\), but the model has 5 layers"),
     ],
 )

@@ -27,6 +27,8 @@ DRAFT_VOCAB, MASK, BLOCK_SIZE = 101, 317, 4
 # What config.json says of a head of DFlash2.
 TAPS, GROUP_SIZE, RANK, TOP_K = 3, 4, 24, 7
 SECOND = {"conv_kernel_size": TAPS, "conv_group_size": GROUP_SIZE, "selector_rank": RANK, "selector_top_k": TOP_K}
+# What it says of a head of DSpark.
+MARKOV = {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
 CODEBOOKS = tuple(f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
 CONVS = ("attention_conv", "mlp_conv")
 GGUF_TOP = {
@@ -34,6 +36,8 @@ GGUF_TOP = {
     "hidden_norm": "enc.output_norm",
     "candidate_selector.hidden_projection": "selector_hidden",
     **{name: f"selector_{name.split('.')[1].removesuffix('_codebook')}" for name in CODEBOOKS},
+    **{f"markov_head.markov_w{number}": f"markov_w{number}" for number in (1, 2)},
+    "confidence_head.proj": "conf_proj",
 }
 GGUF_LAYER = {
     **eagle_heads.GGUF_LAYER,
@@ -44,7 +48,7 @@ GGUF_LAYER = {
 
 
 def random_head(num_features: int, num_layers: int = 2, *, seed: int = 1, **settings: Any) -> dict[str, Tensor]:
-    """Tensors of a head; ``settings`` are those of config.json, with ``SECOND`` for a head of DFlash2."""
+    """Tensors of a head; ``settings`` are those of config.json, with ``SECOND`` or ``MARKOV`` for another kind."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -82,6 +86,12 @@ def random_head(num_features: int, num_layers: int = 2, *, seed: int = 1, **sett
     if "selector_rank" in settings:
         head |= {name: matrix(VOCAB_SIZE, RANK) * RANK**0.5 for name in CODEBOOKS}
         head["candidate_selector.hidden_projection.weight"] = matrix(RANK, HIDDEN)
+    if "markov_rank" in settings:
+        head |= {
+            "markov_head.markov_w1.weight": matrix(VOCAB_SIZE, RANK) * RANK**0.5,
+            "markov_head.markov_w2.weight": matrix(settings.get("draft_vocab_size", VOCAB_SIZE), RANK),
+            "confidence_head.proj.weight": matrix(1, HIDDEN + RANK),
+        }
     if size := settings.get("draft_vocab_size"):
         tokens = torch.randperm(VOCAB_SIZE, generator=generator)[:size].sort().values
         head |= {"lm_head.weight": matrix(size, HIDDEN), "d2t": tokens - torch.arange(size)}
@@ -98,14 +108,25 @@ def write_own(folder: Path, head: dict[str, Tensor], layers: list[int], **settin
     return write_folder(folder, head, LAYER | {"num_hidden_layers": _num_layers(head)} | config | own | settings)
 
 
+def write_deepspec(folder: Path, head: dict[str, Tensor], layers: list[int], **settings: Any) -> Path:
+    """Write a folder with a head of DSpark as DeepSpec does."""
+    config = {"architectures": ["Qwen3DSparkModel"], "block_size": BLOCK_SIZE, "model_type": "qwen3"}
+    own = {"mask_token_id": MASK, "target_layer_ids": layers, "num_hidden_layers": _num_layers(head)}
+    return write_folder(folder, head, LAYER | config | own | settings)
+
+
 def write_speculators(folder: Path, head: dict[str, Tensor], layers: list[int], **settings: Any) -> Path:
     """Write a folder as speculators does."""
     kind = {"model_type": "qwen3", "num_hidden_layers": _num_layers(head)}
     kind |= {name: settings.pop(name) for name in ("model_type", "layer_types", "sliding_window") if name in settings}
-    is_second = "selector_rank" in settings
+    name, algorithm = "DFlashSpeculator", "dflash"
+    if "selector_rank" in settings:
+        name, algorithm = "DFlash2DraftModel", "dflash2"
+    elif "markov_rank" in settings:
+        name, algorithm = "DSparkSpeculator", "dspark"
     config = {
-        "architectures": ["DFlash2DraftModel" if is_second else "DFlashSpeculator"],
-        "speculators_model_type": "dflash2" if is_second else "dflash",
+        "architectures": [name],
+        "speculators_model_type": algorithm,
         "transformer_layer_config": LAYER | kind,
         "draft_vocab_size": VOCAB_SIZE,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
@@ -130,6 +151,8 @@ def write_gguf_head(path: Path, head: dict[str, Tensor], layers: list[int], **se
     for key in SECOND:
         if key in settings:
             writer.add_uint32(f"dflash.{key}", settings[key])
+    if "sample_from_anchor" in settings:
+        writer.add_bool("dflash.sample_from_anchor", settings["sample_from_anchor"])
     for name, values in head.items():
         if name == "d2t":
             writer.add_tensor(name, (values + torch.arange(len(values))).numpy())  # the tokens themselves
@@ -154,6 +177,7 @@ def drafted_logits(
     windows: tuple[int, ...] = (),
     is_causal: bool = False,
     whole_windows: bool = False,
+    drafts_next: bool = False,
     factors: tuple[float, float] = (1.0, 1.0),
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -164,16 +188,17 @@ def drafted_logits(
         outputs: outputs of the layers that it reads, each [tokens, hidden], for the text without its newest token.
         embedding, lm_head: [vocab, hidden], those of the model.
         token: the newest token.
-        num_drafts: number of masks after it.
+        num_drafts: number of drafts.
         windows: number of positions that a token sees in each layer, itself included; 0 for the whole text and block.
         is_causal: whether tokens of the block see none behind them in layers without a window, too.
         whole_windows: whether they see the whole block in layers with a window, which then ends with the block.
+        drafts_next: whether the newest token gives the first draft, instead of the mask after it.
         factors, softcap: factors of the embedding and of the logits, and the limit of the logits.
     """
-    start = len(outputs[0])
+    start, num_masks = len(outputs[0]), num_drafts - drafts_next
     features = rms_norm(linear(torch.cat(outputs, dim=-1), head["fc.weight"]), head["hidden_norm.weight"])
-    x = embedding[[token, *[MASK] * num_drafts]] * factors[0]
-    ahead = torch.arange(start + 1 + num_drafts) - torch.arange(start, start + 1 + num_drafts)[:, None]
+    x = embedding[[token, *[MASK] * num_masks]] * factors[0]
+    ahead = torch.arange(start + 1 + num_masks) - torch.arange(start, start + 1 + num_masks)[:, None]
     for index in range(_num_layers(head)):
         layer = {
             name.removeprefix(f"layers.{index}."): values for name, values in head.items() if f"layers.{index}." in name
@@ -200,25 +225,31 @@ def drafted_logits(
         source = _convolved(layer, "mlp_conv", 0, normed, normed)
         inner = silu(linear(source, layer["mlp.gate_proj.weight"])) * linear(source, layer["mlp.up_proj.weight"])
         x = x + _convolved(layer, "mlp_conv", 1, linear(inner, layer["mlp.down_proj.weight"]), normed)
-    last = rms_norm(x[1:], head["norm.weight"])
+    last = rms_norm(x[-num_drafts:], head["norm.weight"])
     logits = linear(last, head.get("lm_head.weight", lm_head)) * factors[1]
     return (logits / softcap).tanh() * softcap if softcap else logits, last
 
 
-def selected_drafts(head: dict[str, Tensor], logits: Tensor, hidden: Tensor, token: int) -> list[int]:
-    """Drafts that a head of DFlash2 chooses among the likeliest tokens, one after the other.
+def chosen_drafts(head: dict[str, Tensor], logits: Tensor, hidden: Tensor, token: int) -> list[int]:
+    """Drafts that a head chooses one after the other, without noise.
 
     Args:
         head: its tensors.
         logits, hidden: what :func:`drafted_logits` returns.
         token: the newest token.
     """
-    before, after = (head[name] for name in CODEBOOKS)
     drafts = [token]
     for place, row in enumerate(logits):
-        context = before[drafts[-1]] * (head["candidate_selector.hidden_projection.weight"] @ hidden[place])
-        scores = {int(index): float(row[index] + after[index] @ context) for index in row.argsort()[-TOP_K:]}
-        drafts.append(max(scores, key=lambda index: scores[index]))
+        scores = {index: float(value) for index, value in enumerate(row)}
+        if CODEBOOKS[0] in head:  # DFlash2 chooses among the likeliest tokens
+            before, after = (head[name] for name in CODEBOOKS)
+            context = before[drafts[-1]] * (head["candidate_selector.hidden_projection.weight"] @ hidden[place])
+            scores = {int(index): float(row[index] + after[index] @ context) for index in row.argsort()[-TOP_K:]}
+        elif "markov_head.markov_w1.weight" in head:
+            vector = head["markov_head.markov_w1.weight"][drafts[-1]]
+            scores = dict(enumerate((row + head["markov_head.markov_w2.weight"] @ vector).tolist()))
+        best = max(scores, key=lambda index: scores[index])
+        drafts.append(best + int(head["d2t"][best]) if "d2t" in head else best)
     return drafts[1:]
 
 

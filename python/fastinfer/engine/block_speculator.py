@@ -69,8 +69,8 @@ class BlockSpeculator(DraftModelSpeculator):
     """
 
     def __init__(self, worker: Worker, sampler: Sampler, max_drafts: int, max_tokens: int, block: BlockConfig) -> None:
-        super().__init__(worker, sampler, min(max_drafts, block.size - 1), max_tokens)
-        self._mask, self._is_causal = block.mask_token, block.is_causal
+        super().__init__(worker, sampler, min(max_drafts, block.max_drafts), max_tokens)
+        self._block = block
         assert isinstance(worker.model, DFlashHead)
         self._chain = worker.model.chain
 
@@ -82,15 +82,16 @@ class BlockSpeculator(DraftModelSpeculator):
         if not drafting:
             return
         start = time.perf_counter()
+        block = self._block
         parts: list[Chunk] = []
         rows: list[LogitsRow] = []
         for chunk in drafting:
             sequence, count = chunk.sequence, chunk.num_drafts
-            first = sequence.num_computed_tokens
-            for i, token in enumerate([sequence.token_ids[first], *[self._mask] * count]):
-                end = first + (i if self._is_causal else count) + 1
-                parts.append(BlockChunk(BlockToken(sequence, first + i, token, i > 0), end))
-            rows += [LogitsRow.of(sequence, [self._mask] * i) for i in range(count)]
+            first, num_masks = sequence.num_computed_tokens, count - block.drafts_next
+            for i, token in enumerate([sequence.token_ids[first], *[block.mask_token] * num_masks]):
+                end = first + (i if block.is_causal else num_masks) + 1
+                parts.append(BlockChunk(BlockToken(sequence, first + i, token, block.drafts_next or i > 0), end))
+            rows += [LogitsRow.of(sequence, [block.mask_token] * i) for i in range(count)]
         result = self._worker.run(parts, rows)
         if self._chain is not None:
             self._draw_chains(result, drafting, self._chain)
@@ -107,7 +108,8 @@ class BlockSpeculator(DraftModelSpeculator):
         assert isinstance(sampling, SamplingInputs)
         counts = [chunk.num_drafts for chunk in drafting]
         starts = list(accumulate(counts, initial=0))
-        tokens = [start + block + 1 for block, start in enumerate(starts[:-1])]  # those after the newest ones
+        # The first tokens that give a draft: the newest one of each block, or the one after it.
+        tokens = starts if self._block.drafts_next else [start + index + 1 for index, start in enumerate(starts)]
         newest = [chunk.sequence.token_ids[chunk.start] for chunk in drafting]
         drafts: list[list[int]] = [[] for _ in drafting]
         for place in range(max(counts)):

@@ -4,9 +4,13 @@ Each layer has keys and values of the text, projections of one product of the ou
 they need no pass through the head, so the model's own steps store them. A block is the newest token of the text, which
 the model has not computed yet, and a mask token for each draft. Its tokens see the text and each other, also those
 behind them, but in layers with a window only themselves and what is before them, unless the head was trained otherwise.
-The output at a mask is the draft at its place. DFlash2 adds convolutions over the tokens of a block, and chooses each
-draft by the one before it. Sources: https://arxiv.org/abs/2602.06036, and https://github.com/z-lab/dflash for the
-windows and DFlash2.
+The output at a mask is the draft at its place.
+
+DFlash2 adds convolutions over the tokens of a block, and chooses each draft by the one before it. DSpark adds to the
+logits what the draft before says, and its newest token gives the first draft, the first mask the second one, and so on.
+
+Sources: https://arxiv.org/abs/2602.06036, https://github.com/z-lab/dflash for the windows and DFlash2, and
+https://github.com/deepseek-ai/DeepSpec.
 """
 
 from dataclasses import dataclass, replace

@@ -50,3 +50,22 @@ class CandidateSelector(DraftChain):
         vectors = self.successors.rows(best.indices.flatten(), torch.float32).unflatten(0, best.indices.shape)
         scores = best.values + (vectors @ context[..., None]).squeeze(-1)
         return logits.new_full(logits.shape, MISSING, dtype=torch.float32).scatter_(1, best.indices, scores)
+
+
+@dataclass(frozen=True, eq=False)
+class MarkovBias(DraftChain):
+    """Adds to all logits what the token before says of the next one, as in DSpark.
+
+    Source: https://github.com/deepseek-ai/DeepSpec.
+
+    Attributes:
+        embedding: [vocab, rank], vectors of the token before.
+        projection: [draft_vocab, rank].
+    """
+
+    embedding: Weight
+    projection: Weight
+
+    def __call__(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+        vectors = self.embedding.rows(before, hidden.dtype)
+        return logits.float() + self.projection.linear(vectors).float()

@@ -87,7 +87,10 @@ _DFLASH = {
     "attention_conv_base": "attn_conv_base",
     "mlp_conv": "ffn_conv_proj",
     "mlp_conv_base": "ffn_conv_base",
-} | {name: name for name in ("fc", "selector_hidden", "selector_predecessor", "selector_successor")}
+} | {
+    name: name
+    for name in ("fc", "selector_hidden", "selector_predecessor", "selector_successor", "markov_w1", "markov_w2")
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(permuted=True),

@@ -28,7 +28,7 @@ from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.ops.pack import TILE_ROWS
 
 # Matrices of which single rows are read.
-LOOKED_UP = ("embedding", "selector_predecessor", "selector_successor")
+LOOKED_UP = ("embedding", "selector_predecessor", "selector_successor", "markov_w1")
 E4M3_MAX = 448  # scales are multiplied by a factor
 PART_ELEMENTS = 2**20  # size of a part, small enough for its unpacked copy to reuse the memory of the previous one
 

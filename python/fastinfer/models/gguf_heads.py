@@ -1,8 +1,8 @@
 """GGUF files with a draft head, as llama.cpp's converter writes them (architectures ``eagle3`` and ``dflash``).
 
 The layer of an EAGLE-3 head is that of a Llama, and has the norm of the features as ``attn_norm_2``. The layers of a
-DFlash head are those of Qwen3. A head of DFlash2 has the same architecture, and further tensors. Keys and names: https://github.com/ggml-org/llama.cpp/blob/master/src/models/eagle3.cpp
-and dflash.cpp beside it.
+DFlash head are those of Qwen3. Heads of DFlash2 and DSpark have the same architecture, and further tensors. Keys and
+names: https://github.com/ggml-org/llama.cpp/blob/master/src/models/eagle3.cpp and dflash.cpp beside it.
 """
 
 from dataclasses import replace
@@ -26,7 +26,8 @@ EAGLE3, DFLASH = "eagle3", "dflash"
 D2T = "d2t"
 # Parts of heads that came after DFlash and have its architecture.
 SELECTOR = "selector_hidden.weight"  # which heads of DFlash2 have
-LATER_PARTS = ("markov_w1.weight", "blk.0.attn_sinks.weight")
+MARKOV = "markov_w1.weight"  # and heads of DSpark
+LATER_PARTS = ("blk.0.attn_sinks.weight",)
 
 
 class GGUFDraftCheckpoint(GGUFCheckpoint):
@@ -101,6 +102,13 @@ class GGUFDFlashCheckpoint(GGUFDraftCheckpoint):
                 conv_group_size=size("conv_group_size"),
                 selector_rank=size("selector_rank"),
                 selector_top_k=min(size("selector_top_k"), self.config.vocab_size),
+            )
+        if MARKOV in file.tensors:
+            block = replace(
+                block,
+                has_whole_windows=True,
+                drafts_next=file.get(f"{DFLASH}.sample_from_anchor", bool, True),
+                markov_rank=file.tensors[MARKOV].shape[-1],
             )
         windows = windows_by_layer(file, DFLASH) if self.config.windows else ()
         self.config = replace(self.config, block=block, windows=windows)

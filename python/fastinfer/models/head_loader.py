@@ -9,7 +9,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import BlockConfig, Precision
 from fastinfer.models.decoder import DecoderLayer
 from fastinfer.models.dflash_head import DFlashHead
-from fastinfer.models.draft_chain import CandidateSelector
+from fastinfer.models.draft_chain import CandidateSelector, DraftChain, MarkovBias
 from fastinfer.models.draft_head import DraftHead
 from fastinfer.models.eagle_head import EagleHead
 from fastinfer.models.gguf_heads import GGUFDFlashCheckpoint, GGUFHeadCheckpoint
@@ -123,14 +123,22 @@ def load_dflash_head(
         embedding_norm=None if scale == 1.0 else factor_norm(scale, hidden, device),
         fc=reader.weight(("fc",), checkpoint.linear("fc", hidden, count * hidden), None),
         feature_norm=RMSNorm(reader.vector("hidden_norm", hidden), config.norm_eps),
-        chain=load_selector(reader, config.block) if config.block.selector_rank else None,
+        chain=load_chain(reader, config.block),
         **own_vocabulary(reader),
     )
 
 
-def load_selector(reader: LayerReader, block: BlockConfig) -> CandidateSelector:
-    """Read what chooses a draft among the likeliest tokens."""
-    config, rank = reader.config, block.selector_rank
+def load_chain(reader: LayerReader, block: BlockConfig) -> DraftChain | None:
+    """Read what makes a draft depend on the one before it; ``None`` for a head without."""
+    config = reader.config
+    if rank := block.markov_rank:
+        size = config.draft_vocab_size or config.vocab_size
+        return MarkovBias(
+            embedding=reader.vocabulary("markov_w1", config.vocab_size, rank),
+            projection=reader.vocabulary("markov_w2", size, rank),
+        )
+    if not (rank := block.selector_rank):
+        return None
     hidden = reader.checkpoint.linear("selector_hidden", rank, config.hidden_size)
     return CandidateSelector(
         projection=reader.weight(("selector_hidden",), hidden, None),

@@ -37,7 +37,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 # Vectors that are no module's weight or bias.
 PARAMETERS = ("sinks", "router_bias", "A_log", "D", "dt_bias", "layer_scale", "router_scale", "expert_scale")
 # Beginnings of the names of matrices that methods quantise.
-LINEAR = ("layers.", "lm_head", "fc", "selector_hidden")
+LINEAR = ("layers.", "lm_head", "fc", "selector_hidden", "markov_w2")
 # Names of a matrix in the methods.
 MATRICES = ("weight", "qweight", "weight_packed")
 # Families whose matrices MLX keeps, except that it joins those of all experts (``switch_mlp``). Of others it stores

@@ -2,8 +2,9 @@
 
 The authors have the layers' configuration at the top of config.json and the rest as ``dflash_config``, some of it at
 the top, too; speculators has the configuration as ``transformer_layer_config`` and the rest at the top. A head with
-``selector_rank`` is one of DFlash2, whose codebooks are parameters without ``.weight``. Formats:
-https://github.com/z-lab/dflash and https://github.com/vllm-project/speculators.
+``selector_rank`` is one of DFlash2, whose codebooks are parameters without ``.weight``. DeepSpec's heads of DSpark have
+everything at the top. Formats: https://github.com/z-lab/dflash, https://github.com/vllm-project/speculators and
+https://github.com/deepseek-ai/DeepSpec.
 """
 
 from dataclasses import replace
@@ -18,11 +19,11 @@ from fastinfer.models.config import MAX_SIZE, BlockConfig, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.head_checks import check_block, check_layer_ids
 from fastinfer.models.hf_fields import require
-from fastinfer.models.hf_heads import DFLASH2, MAX_POSITION, HFDraftCheckpoint
+from fastinfer.models.hf_heads import DEEPSPEC, MAX_POSITION, HFDraftCheckpoint, hf_head_kind
 from fastinfer.models.hf_states import FULL, SLIDING
 
 # Kinds of heads that are read here, see :func:`fastinfer.models.hf_heads.hf_head_kind`.
-BLOCK_KINDS = ("dflash", "dflash2")
+BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 # Names of what DFlash2 adds.
 CONV_PARTS = {
     f"{name}{part}": f"{name}.{stored}"
@@ -34,6 +35,8 @@ SELECTOR_PARTS = {
     "selector_predecessor": "candidate_selector.predecessor_codebook",
     "selector_successor": "candidate_selector.successor_codebook",
 }
+# Names of what DSpark adds; its estimate of how many drafts are right (confidence_head) is not read.
+MARKOV_PARTS = {name: f"markov_head.{name}" for name in ("markov_w1", "markov_w2")}
 
 
 class HFDFlashCheckpoint(HFDraftCheckpoint):
@@ -43,9 +46,9 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         fields = self._fields
         layer = fields.object("transformer_layer_config")
         own = fields if layer is not None else self._own_fields()
+        self._kind = hf_head_kind(self.path)
         for key, expected in (
-            ("sample_from_anchor", False),
-            ("projector_type", "dflash"),
+            ("projector_type", "dspark" if self._kind == "dspark" else "dflash"),
             ("draft_ffn_type", "dense"),
             ("use_swa", False),  # a window in which a block's tokens see those behind them
             ("attention_sink_bias", False),
@@ -64,7 +67,8 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         )
         block = self._block(own, config, is_own=layer is None)
         family = FAMILIES[config.architecture]
-        top = {"embedding": "embed_tokens", "norm": "norm", "lm_head": "lm_head", "layers": "layers", **SELECTOR_PARTS}
+        top = {"embedding": "embed_tokens", "norm": "norm", "lm_head": "lm_head", "layers": "layers"}
+        top |= SELECTOR_PARTS | MARKOV_PARTS
         return replace(config, block=block), replace(family, prefix="", top=top, layer={**family.layer, **CONV_PARTS})
 
     def conv_base(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -127,10 +131,11 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
             feature_layers=tuple(layer if is_own else layer - 1 for layer in layers),
             mask_token=own.get("mask_token_id", int, minimum=0, maximum=config.vocab_size - 1),
             size=own.get("block_size", int, minimum=2),
+            drafts_next=own.get("sample_from_anchor", bool, False),
             is_causal=sees_whole_block is False,
             has_whole_windows=sees_whole_block is True,
         )
-        if self._fields.values.get("architectures") == [DFLASH2] or own.values.get("selector_rank") is not None:
+        if self._kind == "dflash2" or own.values.get("selector_rank") is not None:
             block = replace(
                 block,
                 conv_taps=own.get("conv_kernel_size", int, minimum=1, maximum=MAX_SIZE),
@@ -138,5 +143,14 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
                 selector_rank=own.get("selector_rank", int, minimum=1, maximum=MAX_SIZE),
                 selector_top_k=own.get("selector_top_k", int, minimum=1, maximum=config.vocab_size),
             )
+        if self._kind == "dspark":
+            require(own, "markov_head_type", "vanilla")
+            require(own, "logit_scale", 1.0)
+            if self._fields.values.get("architectures") == [DEEPSPEC]:
+                drafts_next = own.get("sample_from_anchor", bool, True)
+            else:  # there are both kinds
+                drafts_next = own.get("sample_from_anchor", bool)
+            rank = own.get("markov_rank", int, minimum=0, maximum=MAX_SIZE)
+            block = replace(block, drafts_next=drafts_next, markov_rank=rank)
         check_block(block, config, own.path)
         return block

@@ -17,9 +17,15 @@ from fastinfer.models.head_checks import check_layer_ids
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import parse_hf_config
 
-SPECFORGE, DFLASH2 = "LlamaForCausalLMEagle3", "DFlash2DraftModel"
+SPECFORGE, DEEPSPEC = "LlamaForCausalLMEagle3", "Qwen3DSparkModel"
 # Kinds of heads by the architecture that config.json names.
-KINDS = {SPECFORGE: "eagle3", "DFlashDraftModel": "dflash", DFLASH2: "dflash2"}
+KINDS = {
+    SPECFORGE: "eagle3",
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    DEEPSPEC: "dspark",
+    "DSparkDraftModel": "dspark",
+}
 SPECULATORS_KEY = "speculators_model_type"
 # Families of the layer by model_type.
 LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -98,7 +104,7 @@ class HFHeadCheckpoint(HFDraftCheckpoint):
         kind = "eagle3" if self._is_specforge else fields.get(SPECULATORS_KEY, str)
         if kind != "eagle3":
             raise UnsupportedModelError(
-                f"{fields.path}: {SPECULATORS_KEY} must be 'eagle3', 'dflash' or 'dflash2', got {kind!r:.80}"
+                f"{fields.path}: {SPECULATORS_KEY} must be 'eagle3', 'dflash', 'dflash2' or 'dspark', got {kind!r:.80}"
             )
         if layer is None and not self._is_specforge:
             raise CheckpointFormatError(f"{fields.path}: transformer_layer_config is missing")
