@@ -98,6 +98,21 @@ def test_drafts_are_those_of_the_reference(
             {"windows": (4, 4), "whole_windows": True},
         ),
         (
+            write_own,
+            {"use_swa": True, "swa_window_size": 6, "layer_types": [FULL, FULL], "sliding_window": 9},
+            {"windows": (6, 6), "whole_windows": True},
+        ),
+        (
+            write_own,
+            {"use_swa": True, "use_sliding_window": False, "sliding_window": 6, "causal": True},
+            {"windows": (6, 6), "is_causal": True},
+        ),
+        (
+            write_own,
+            {"use_swa": True, "swa_window_size": 6, "layer_types": [FULL, SLIDING], "sliding_window": 9},
+            {"windows": (0, 6)},
+        ),
+        (
             write_speculators,
             {"layer_types": [FULL, SLIDING], "sliding_window": 7},
             {"windows": (0, 7), "whole_windows": True},
@@ -135,6 +150,16 @@ def test_tokens_in_windows_see_what_they_were_trained_to_see(
     assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
     assert llm.engine.stats().num_failed_graphs == 0
     check(drafts, model, head, **expected)
+
+
+@pytest.mark.parametrize("write", [write_own, write_gguf_head])
+def test_attention_may_have_sinks(model: Path, tmp_path: Path, write: Write) -> None:
+    head = random_head(len(LAYERS), attention_sink_bias=True)
+    inner = {"mask_token_id": MASK, "target_layer_ids": LAYERS, "attention_sink_bias": True}
+    llm = with_head(model, write(tmp_path / "head", head, LAYERS, dflash_config=inner))
+    drafts = recorded_drafts(llm)
+    assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
+    check(drafts, model, head)
 
 
 def test_settings_may_be_beside_each_other_and_scale_what_the_head_reads_and_says(model: Path, tmp_path: Path) -> None:
@@ -257,8 +282,13 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
             UnsupportedModelError,
             "sliding_window must be at least the block_size of 4, got 3",
         ),
-        ({"use_swa": True}, UnsupportedModelError, "use_swa must be False, got True"),
-        ({"attention_sink_bias": True}, UnsupportedModelError, "attention_sink_bias must be False, got True"),
+        ({"use_swa": True}, CheckpointFormatError, "sliding_window is missing"),
+        ({"use_swa": True, "swa_window_size": 0}, CheckpointFormatError, "swa_window_size: expected 1 to .*, got 0"),
+        (
+            {"attention_sink_bias": True},
+            CheckpointFormatError,
+            "tensor 'layers.0.self_attn.attention_sink_bias' is missing",
+        ),
         ({"is_neox_style": False}, UnsupportedModelError, "is_neox_style must be True, got False"),
         ({"layer_types": 5}, CheckpointFormatError, "layer_types: expected list, got 5"),
         (
@@ -316,13 +346,7 @@ def test_wrong_heads_are_refused(
             GGUFFormatError,
             "sliding_window_pattern: expected 2 values, one for each layer, got 1",
         ),
-        (
-            {},
-            LAYERS,
-            "blk.0.attn_sinks",
-            UnsupportedModelError,
-            "tensor 'blk.0.attn_sinks.weight' is not supported for dflash",
-        ),
+        ({}, LAYERS, "blk.0.attn_sinks", GGUFFormatError, r"blk.0.attn_sinks.weight' must have the shape \(4,\), got"),
         ({}, [-1, 2, 3], "", RequestError, r"reads the outputs of layers \(-1, 2, 3\), but the model has 5 layers"),
     ],
 )

@@ -42,6 +42,7 @@ GGUF_TOP = {
 GGUF_LAYER = {
     **eagle_heads.GGUF_LAYER,
     **{f"self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
+    "self_attn.attention_sink_bias": "attn_sinks",
     **{f"{conv}.base_kernel": f"{stored}_conv_base" for conv, stored in zip(CONVS, ("attn", "ffn"), strict=True)},
     **{f"{conv}.kernel_projection": f"{stored}_conv_proj" for conv, stored in zip(CONVS, ("attn", "ffn"), strict=True)},
 }
@@ -77,6 +78,8 @@ def random_head(num_features: int, num_layers: int = 2, *, seed: int = 1, **sett
         }
         if settings.get("model_type", "qwen3") == "qwen3":
             head |= {f"{layer}.self_attn.{name}_norm.weight": norm(HEAD_DIM) for name in "qk"}
+        if settings.get("attention_sink_bias"):
+            head[f"{layer}.self_attn.attention_sink_bias"] = torch.randn(HEADS, generator=generator) + 2
         if "conv_kernel_size" in settings:
             head |= {
                 f"{layer}.{conv}.base_kernel": matrix(2 * TAPS, HIDDEN).view(2, TAPS, HIDDEN) * 4 for conv in CONVS
@@ -218,7 +221,10 @@ def drafted_logits(
         if window:
             hidden |= (ahead[-1:] if whole_windows else ahead) <= -window
         scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if (sinks := layer.get("self_attn.attention_sink_bias")) is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(x), 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(k)]
         attended = linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), layer["self_attn.o_proj.weight"])
         x = x + _convolved(layer, "attention_conv", 1, attended, normed)
         normed = rms_norm(x, layer["post_attention_layernorm.weight"])

@@ -24,10 +24,9 @@ from fastinfer.models.hf_heads import MAX_POSITION, EagleSettings
 
 EAGLE3, DFLASH = "eagle3", "dflash"
 D2T = "d2t"
-# Parts of heads that came after DFlash and have its architecture.
 SELECTOR = "selector_hidden.weight"  # which heads of DFlash2 have
 MARKOV = "markov_w1.weight"  # and heads of DSpark
-LATER_PARTS = ("blk.0.attn_sinks.weight",)
+SINKS = "blk.0.attn_sinks.weight"
 
 
 class GGUFDraftCheckpoint(GGUFCheckpoint):
@@ -83,8 +82,6 @@ class GGUFDFlashCheckpoint(GGUFDraftCheckpoint):
 
     def __init__(self, file: GGUFFile, exact: bool = False) -> None:
         super().__init__(file, exact)
-        if found := [name for name in LATER_PARTS if name in file.tensors]:
-            raise UnsupportedModelError(f"{file.path}: tensor {found[0]!r} is not supported for {DFLASH}")
         block = BlockConfig(
             feature_layers=tuple(layer - 1 for layer in self._layer_ids("target_layers")),
             mask_token=file.get("tokenizer.ggml.mask_token_id", int, minimum=0, maximum=self.config.vocab_size - 1),
@@ -111,7 +108,7 @@ class GGUFDFlashCheckpoint(GGUFDraftCheckpoint):
                 markov_rank=file.tensors[MARKOV].shape[-1],
             )
         windows = windows_by_layer(file, DFLASH) if self.config.windows else ()
-        self.config = replace(self.config, block=block, windows=windows)
+        self.config = replace(self.config, block=block, windows=windows, attention_sinks=SINKS in file.tensors)
         check_block(block, self.config, file.path)
 
     def conv_base(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -50,8 +50,6 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         for key, expected in (
             ("projector_type", "dspark" if self._kind == "dspark" else "dflash"),
             ("draft_ffn_type", "dense"),
-            ("use_swa", False),  # a window in which a block's tokens see those behind them
-            ("attention_sink_bias", False),
             ("is_neox_style", True),
         ):
             require(own, key, expected)
@@ -61,7 +59,8 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         config = replace(
             config,
             draft_vocab_size=0 if draft_vocab_size == config.vocab_size else config.draft_vocab_size,
-            windows=self._windows(fields if layer is None else layer, config),
+            windows=self._windows(fields if layer is None else layer, own, config),
+            attention_sinks=own.get("attention_sink_bias", bool, own.get("add_swa_attention_sink_bias", bool, False)),
             embedding_scale=own.get("input_embedding_scale", float, 1.0, minimum=1e-6),
             logits_scale=own.get("output_multiplier", float, 1.0, minimum=1e-6),
         )
@@ -69,7 +68,8 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         family = FAMILIES[config.architecture]
         top = {"embedding": "embed_tokens", "norm": "norm", "lm_head": "lm_head", "layers": "layers"}
         top |= SELECTOR_PARTS | MARKOV_PARTS
-        return replace(config, block=block), replace(family, prefix="", top=top, layer={**family.layer, **CONV_PARTS})
+        names = {**family.layer, **CONV_PARTS, "sinks": "self_attn.attention_sink_bias"}
+        return replace(config, block=block), replace(family, prefix="", top=top, layer=names)
 
     def conv_base(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read the own kernels of convolutions, fp32; errors are those of :meth:`vector`."""
@@ -91,13 +91,15 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         values = self._fields.values | ({} if inner is None else inner.values)
         return JsonFields(self._fields.path, values, CheckpointFormatError)
 
-    def _windows(self, source: JsonFields, config: ModelConfig) -> tuple[int, ...]:
+    def _windows(self, source: JsonFields, own: JsonFields, config: ModelConfig) -> tuple[int, ...]:
         """Return the length of each layer's window; ``layer_types`` counts where the layers' class would ignore it."""
         kinds: list[Any] = source.get("layer_types", list, [])
         if any(kind not in (FULL, SLIDING) for kind in kinds):
             raise UnsupportedModelError(
                 f"{source.path}: layer_types must be {FULL} and {SLIDING} alone, got {kinds!r:.80}"
             )
+        if self._uses_swa(own):
+            kinds = [SLIDING] * config.num_layers
         if SLIDING not in kinds:
             return config.windows
         if len(kinds) != config.num_layers:
@@ -105,9 +107,15 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
                 f"{source.path}: layer_types: expected {config.num_layers} entries, got {len(kinds)}"
             )
         # Without a window these layers see the whole text, but still none of the tokens behind them.
-        is_used = source.get("use_sliding_window", bool, True)
-        window = source.get("sliding_window", int, minimum=1, maximum=MAX_SIZE) if is_used else MAX_POSITION
+        is_used = self._uses_swa(own) or source.get("use_sliding_window", bool, True)
+        key = "sliding_window" if own.values.get("swa_window_size") is None else "swa_window_size"
+        place = source if key == "sliding_window" else own
+        window = place.get(key, int, minimum=1, maximum=MAX_SIZE) if is_used else MAX_POSITION
         return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+    def _uses_swa(self, own: JsonFields) -> bool:
+        """Return whether all layers have a window, whatever ``layer_types`` says, as in heads for MiMo."""
+        return bool(own.get("use_swa", bool, False)) and SLIDING not in (own.values.get("layer_types") or [])
 
     def _sees_whole_block(self, own: JsonFields, *, is_own: bool) -> bool | None:
         """Return whether a block's tokens see those behind them in all layers, in none, or in some (``None``).
@@ -118,7 +126,9 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
             return True if own.get("sliding_window_non_causal", bool, True) else None
         key = "causal" if own.values.get("is_causal") is None else "is_causal"
         is_causal: bool | None = own.get(key, bool, None)
-        return None if is_causal is None else not is_causal
+        if is_causal is None:
+            return True if self._uses_swa(own) else None
+        return not is_causal
 
     def _block(self, own: JsonFields, config: ModelConfig, *, is_own: bool) -> BlockConfig:
         """Read what the head was trained for; ``is_own``: in the format of DFlash's authors."""
