@@ -108,21 +108,23 @@ class BlockSpeculator(DraftModelSpeculator):
         assert isinstance(sampling, SamplingInputs)
         counts = [chunk.num_drafts for chunk in drafting]
         starts = list(accumulate(counts, initial=0))
-        # The first tokens that give a draft: the newest one of each block, or the one after it.
-        tokens = starts if self._block.drafts_next else [start + index + 1 for index, start in enumerate(starts)]
+        parameters = sampling.rows(starts[-1])
+        # A block's drafts come from its first tokens, or from those after the newest one.
+        skipped = 0 if self._block.drafts_next else 1
+        tokens = [
+            start + skipped * (block + 1) + i for block, start in enumerate(starts[:-1]) for i in range(counts[block])
+        ]
+        hidden = self._worker.model.normalize(result.hidden[torch.tensor(tokens, device=device)])
         newest = [chunk.sequence.token_ids[chunk.start] for chunk in drafting]
         drafts: list[list[int]] = [[] for _ in drafting]
         for place in range(max(counts)):
             live = [block for block, own in enumerate(drafts) if len(own) == place < counts[block]]
             if not live:
                 break
-            row, token = (
-                torch.tensor([first[block] + place for block in live], device=device) for first in (starts, tokens)
-            )
-            before = [drafts[block][-1] if place else newest[block] for block in live]
-            hidden = self._worker.model.normalize(result.hidden[token])
-            logits = chain(result.logits[row], hidden, torch.tensor(before, device=device))
-            part = replace(result, logits=logits, sampling=sampling.rows(row, starts[-1]), draws=None, tokens=None)
+            index = torch.tensor([starts[block] + place for block in live], device=device)
+            before = torch.tensor([drafts[block][-1] if place else newest[block] for block in live], device=device)
+            logits = chain(result.logits[index], hidden[index], before)
+            part = replace(result, logits=logits, sampling=parameters.select(index), draws=None, tokens=None)
             rows = [LogitsRow.of(drafting[block].sequence, list(drafts[block])) for block in live]
             for block, drawn in zip(live, self._sample(part, rows), strict=True):
                 if drawn.token_id >= 0:

@@ -1,7 +1,7 @@
 """Sampling parameters of a step's rows of logits, which are a part of the step's inputs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -63,15 +63,9 @@ class SamplingInputs:
         """Make rows of padding greedy, as those cost the least."""
         self._arrays["temperature"][rows] = 0.0
 
-    def rows(self, index: Tensor, num_rows: int) -> "SamplingRows":
-        """Return the parameters of some of the first rows.
-
-        Args:
-            index: [n] int64 on the device; the rows.
-            num_rows: number of rows that have been written.
-        """
-        values = {name: values[index] for name, values in self.tensors(num_rows).items()}
-        return SamplingRows(values, self.needs_only_tokens, self.is_free)
+    def rows(self, num_rows: int) -> "SamplingRows":
+        """Return the parameters of the first rows."""
+        return SamplingRows(self.tensors(num_rows), self.needs_only_tokens, self.is_free)
 
     def tensors(self, num_rows: int) -> dict[str, Tensor]:
         """Return the parameters of the first rows on the device, [num_rows] each, by their names in ``ops.sample``."""
@@ -90,6 +84,10 @@ class SamplingRows:
     values: dict[str, Tensor]
     needs_only_tokens: bool
     is_free: bool
+
+    def select(self, index: Tensor) -> "SamplingRows":
+        """Return the parameters of some of the rows, [n] int64 on the device."""
+        return replace(self, values={name: values[index] for name, values in self.values.items()})
 
     def tensors(self, num_rows: int) -> dict[str, Tensor]:
         """Return the parameters of the first rows, [num_rows] each."""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fastinfer.models.attention import Attention, AttentionPlan
 from fastinfer.models.batch import Batch
@@ -58,8 +57,8 @@ class BlockConv:
         weights = self.base[side] + kernels[..., None]
         out: Tensor = weights[:, 0] * values
         for tap in range(1, self.base.shape[1]):
-            shifted = pad(values, (0, 0, 0, 0, tap, 0))[: len(x)]
-            out += weights[:, tap] * shifted.masked_fill((places < tap)[:, None, None], 0.0)
+            products = weights[tap:, tap] * values[:-tap]
+            out[tap:] += products.masked_fill_((places[tap:] < tap)[:, None, None], 0.0)
         return out.flatten(1).to(x.dtype)
 
 
