@@ -64,9 +64,10 @@ def test_a_bias_follows_from_the_token_before() -> None:
     [
         (write_deepspec, {}, {"drafts_next": True}),
         (write_deepspec, {"sample_from_anchor": False}, {}),
-        (write_specforge, {"sample_from_anchor": True}, {"drafts_next": True}),
+        (write_specforge, {}, {"drafts_next": True}),
         (write_specforge, {"sample_from_anchor": False}, {}),
         (write_speculators, {"sample_from_anchor": True, **REDUCED}, {"drafts_next": True}),
+        (write_speculators, {"sample_from_anchor": None}, {}),
         (
             write_speculators,
             {"sample_from_anchor": True, "layer_types": [FULL, SLIDING], "sliding_window": 7},
@@ -133,7 +134,13 @@ def test_no_option_changes_a_text(model: Path, tmp_path: Path, params: SamplingP
         (write_deepspec, {"markov_head_type": "rnn"}, {}, UnsupportedModelError, "must be 'vanilla', got 'rnn'"),
         (write_deepspec, {"logit_scale": 2.0}, {}, UnsupportedModelError, "logit_scale must be 1.0, got 2.0"),
         (write_deepspec, {"markov_rank": None}, {}, CheckpointFormatError, "markov_rank is missing"),
-        (write_specforge, {}, {}, CheckpointFormatError, "sample_from_anchor is missing"),
+        (
+            write_specforge,
+            {"projector_type": "domino", "dflash_config": {"target_layer_ids": LAYERS, "mask_token_id": MASK}},
+            {},
+            UnsupportedModelError,
+            "projector_type must be 'dspark', got 'domino'",
+        ),
         (
             write_deepspec,
             {},

@@ -19,7 +19,7 @@ from fastinfer.models.config import MAX_SIZE, BlockConfig, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.head_checks import check_block, check_layer_ids
 from fastinfer.models.hf_fields import require
-from fastinfer.models.hf_heads import DEEPSPEC, MAX_POSITION, HFDraftCheckpoint, hf_head_kind
+from fastinfer.models.hf_heads import MAX_POSITION, HFDraftCheckpoint, hf_head_kind
 from fastinfer.models.hf_states import FULL, SLIDING
 
 # Kinds of heads that are read here, see :func:`fastinfer.models.hf_heads.hf_head_kind`.
@@ -156,11 +156,10 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         if self._kind == "dspark":
             require(own, "markov_head_type", "vanilla")
             require(own, "logit_scale", 1.0)
-            if self._fields.values.get("architectures") == [DEEPSPEC]:
-                drafts_next = own.get("sample_from_anchor", bool, True)
-            else:  # there are both kinds
-                drafts_next = own.get("sample_from_anchor", bool)
-            rank = own.get("markov_rank", int, minimum=0, maximum=MAX_SIZE)
-            block = replace(block, drafts_next=drafts_next, markov_rank=rank)
+            block = replace(
+                block,
+                drafts_next=own.get("sample_from_anchor", bool, is_own),
+                markov_rank=own.get("markov_rank", int, minimum=0, maximum=MAX_SIZE),
+            )
         check_block(block, config, own.path)
         return block

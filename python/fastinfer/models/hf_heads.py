@@ -17,14 +17,14 @@ from fastinfer.models.head_checks import check_layer_ids
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import parse_hf_config
 
-SPECFORGE, DEEPSPEC = "LlamaForCausalLMEagle3", "Qwen3DSparkModel"
+SPECFORGE = "LlamaForCausalLMEagle3"
 # Kinds of heads by the architecture that config.json names.
 KINDS = {
     SPECFORGE: "eagle3",
     "DFlashDraftModel": "dflash",
     "DFlash2DraftModel": "dflash2",
-    DEEPSPEC: "dspark",
-    "DSparkDraftModel": "dspark",
+    "Qwen3DSparkModel": "dspark",  # of DeepSpec
+    "DSparkDraftModel": "dspark",  # of SpecForge
 }
 SPECULATORS_KEY = "speculators_model_type"
 # Families of the layer by model_type.
