@@ -22,12 +22,15 @@ from support.dflash_heads import (
 from support.draft_blocks import FULL, LAYERS, SLIDING, check_blocks, recorded_blocks, with_head
 from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, texts
 from support.eagle_heads import HIDDEN, VOCAB_SIZE
+from support.fake_cuda_graph import use_fakes, with_twin
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
 from torch import Tensor
 
 from fastinfer import LLM, SamplingParams
 from fastinfer.errors import CheckpointFormatError, FastinferError, GGUFFormatError, UnsupportedModelError
+from fastinfer.models.attention import Attention
+from fastinfer.models.batch import Batch
 from fastinfer.models.block_conv import BlockConv
 from fastinfer.models.draft_chain import MISSING, CandidateSelector
 from fastinfer.models.hf_config import read_hf_config
@@ -153,6 +156,37 @@ def test_no_option_changes_a_text(model: Path, tmp_path: Path, params: SamplingP
     assert found == texts(LLM(str(model), **OPTIONS | options | {"tensor_parallel_size": 1}), params)
     assert stats.num_drafted_tokens > 20
     assert stats.num_failed_draws == stats.num_failed_graphs == 0
+
+
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=1.0, seed=3)])
+def test_graphs_of_a_gpu_pad_blocks(
+    model: Path, tmp_path: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fakes of graphs, which read what was uploaded alone; attention on a CPU does without the padding."""
+    attend = Attention._attend
+
+    def attend_to_tokens(self: Attention, q: Tensor, batch: Batch, *others: Any) -> Tensor:
+        out, count = torch.full_like(q, torch.nan), int(batch.query_start[-1])
+        if count:
+            out[:count] = attend(self, q[:count], batch, *others)
+        return out
+
+    head = second_head()
+    folder = write_own(tmp_path / "head", head, LAYERS, **SECOND, **WINDOWS)
+    llm = with_head(model, folder, enforce_eager=True)
+    worker = llm.engine.draft_worker
+    assert worker is not None
+    use_fakes(monkeypatch)
+    monkeypatch.setattr(Attention, "_attend", attend_to_tokens)
+    with llm.engine._context():
+        with_twin(worker.runner.inputs)
+        worker.runner._enforce_eager = False
+        worker.runner.graphs = worker.runner._make_graphs()
+    blocks = recorded_blocks(llm)
+    assert texts(llm, params) == texts(LLM(str(model), **OPTIONS), params)
+    assert worker.num_eager_steps == 0
+    if params is GREEDY:
+        check_blocks(blocks, model, head, windows=(9, 9), whole_windows=True)
 
 
 def test_a_sampled_draft_is_drawn_after_the_one_before(tmp_path: Path) -> None:
