@@ -172,6 +172,7 @@ def test_graphs_of_a_gpu_pad_blocks(
         return out
 
     head = second_head()
+    expected = texts(LLM(str(model), **OPTIONS), params)
     folder = write_own(tmp_path / "head", head, LAYERS, **SECOND, **WINDOWS)
     llm = with_head(model, folder, enforce_eager=True)
     worker = llm.engine.draft_worker
@@ -183,7 +184,7 @@ def test_graphs_of_a_gpu_pad_blocks(
         worker.runner._enforce_eager = False
         worker.runner.graphs = worker.runner._make_graphs()
     blocks = recorded_blocks(llm)
-    assert texts(llm, params) == texts(LLM(str(model), **OPTIONS), params)
+    assert texts(llm, params) == expected
     assert worker.num_eager_steps == 0
     if params is GREEDY:
         check_blocks(blocks, model, head, windows=(9, 9), whole_windows=True)
