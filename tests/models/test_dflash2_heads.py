@@ -166,7 +166,7 @@ def test_graphs_of_a_gpu_pad_blocks(
     attend = Attention._attend
 
     def attend_to_tokens(self: Attention, q: Tensor, batch: Batch, *others: Any) -> Tensor:
-        out, count = torch.full_like(q, torch.nan), int(batch.query_start[-1])
+        out, count = torch.full_like(q, 1e3), int(batch.query_start[-1])
         if count:
             out[:count] = attend(self, q[:count], batch, *others)
         return out
