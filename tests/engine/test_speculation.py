@@ -22,13 +22,14 @@ from torch import Tensor
 
 from fastinfer.engine.acceptance import Acceptance, StepCosts
 from fastinfer.engine.chunk import Chunk
-from fastinfer.engine.draft_model import MISSING, RETRY_STEPS, spread
+from fastinfer.engine.draft_model import RETRY_STEPS, spread
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.speculation import NgramSpeculator
 from fastinfer.errors import RequestError
 from fastinfer.models.batch import Batch
+from fastinfer.models.draft_chain import MISSING
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.sampling_params import SamplingParams
 

@@ -88,6 +88,36 @@ def test_drafts_are_those_of_the_reference(
             {"windows": (0, 13), "is_causal": True},
         ),
         (
+            write_own,
+            {"is_causal": False, "layer_types": [FULL, SLIDING], "sliding_window": 8},
+            {"windows": (0, 8), "whole_windows": True},
+        ),
+        (
+            write_own,
+            {"causal": False, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+            {"windows": (4, 4), "whole_windows": True},
+        ),
+        (
+            write_own,
+            {"use_swa": True, "swa_window_size": 6, "layer_types": [FULL, FULL], "sliding_window": 9},
+            {"windows": (6, 6), "whole_windows": True},
+        ),
+        (
+            write_own,
+            {"use_swa": True, "use_sliding_window": False, "sliding_window": 6, "causal": True},
+            {"windows": (6, 6), "is_causal": True},
+        ),
+        (
+            write_own,
+            {"use_swa": True, "swa_window_size": 6, "layer_types": [FULL, SLIDING], "sliding_window": 9},
+            {"windows": (0, 6)},
+        ),
+        (
+            write_speculators,
+            {"layer_types": [FULL, SLIDING], "sliding_window": 7},
+            {"windows": (0, 7), "whole_windows": True},
+        ),
+        (
             write_speculators,
             {"layer_types": [FULL, SLIDING], "sliding_window": 7, "sliding_window_non_causal": False},
             {"windows": (0, 7)},
@@ -120,6 +150,16 @@ def test_tokens_in_windows_see_what_they_were_trained_to_see(
     assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
     assert llm.engine.stats().num_failed_graphs == 0
     check(drafts, model, head, **expected)
+
+
+@pytest.mark.parametrize("write", [write_own, write_gguf_head])
+def test_attention_may_have_sinks(model: Path, tmp_path: Path, write: Write) -> None:
+    head = random_head(len(LAYERS), attention_sink_bias=True)
+    inner = {"mask_token_id": MASK, "target_layer_ids": LAYERS, "attention_sink_bias": True}
+    llm = with_head(model, write(tmp_path / "head", head, LAYERS, dflash_config=inner))
+    drafts = recorded_drafts(llm)
+    assert texts(llm, GREEDY) == texts(LLM(str(model), **OPTIONS), GREEDY)
+    check(drafts, model, head)
 
 
 def test_settings_may_be_beside_each_other_and_scale_what_the_head_reads_and_says(model: Path, tmp_path: Path) -> None:
@@ -161,7 +201,7 @@ def check(
             found = whole(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
             outputs = [found[layer + 1][0] for layer in LAYERS]
             embedding, lm_head = whole.model.embed_tokens.weight, whole.lm_head.weight
-            expected = drafted_logits(head, outputs, embedding, lm_head, tokens[-1], len(block), **settings)
+            expected, _ = drafted_logits(head, outputs, embedding, lm_head, tokens[-1], len(block), **settings)
         torch.testing.assert_close(torch.stack([logits for _, _, logits in block]), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -238,17 +278,17 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
     [
         ({"layer_types": [FULL, SLIDING]}, CheckpointFormatError, "sliding_window is missing"),
         (
-            {"layer_types": [FULL, SLIDING], "sliding_window": 8, "is_causal": False},
+            {"layer_types": [FULL, SLIDING], "sliding_window": 3, "is_causal": False},
             UnsupportedModelError,
-            "is_causal must be True for layers with sliding windows, got False",
+            "sliding_window must be at least the block_size of 4, got 3",
         ),
+        ({"use_swa": True}, CheckpointFormatError, "sliding_window is missing"),
+        ({"use_swa": True, "swa_window_size": 0}, CheckpointFormatError, "swa_window_size: expected 1 to .*, got 0"),
         (
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "causal": False},
-            UnsupportedModelError,
-            "causal must be True for layers with sliding windows, got False",
+            {"attention_sink_bias": True},
+            CheckpointFormatError,
+            "tensor 'layers.0.self_attn.attention_sink_bias' is missing",
         ),
-        ({"use_swa": True}, UnsupportedModelError, "use_swa must be False, got True"),
-        ({"attention_sink_bias": True}, UnsupportedModelError, "attention_sink_bias must be False, got True"),
         ({"is_neox_style": False}, UnsupportedModelError, "is_neox_style must be True, got False"),
         ({"layer_types": 5}, CheckpointFormatError, "layer_types: expected list, got 5"),
         (
@@ -263,7 +303,7 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
         ),
         ({"model_type": ["qwen3"]}, CheckpointFormatError, r"model_type: expected str, got \['qwen3'\]"),
         ({"model_type": "gemma"}, UnsupportedModelError, "model_type must be one of .*, got 'gemma'"),
-        ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor must be False, got True"),
+        ({"sample_from_anchor": 1}, CheckpointFormatError, "sample_from_anchor: expected bool, got 1"),
         ({"projector_type": "domino"}, UnsupportedModelError, "projector_type must be 'dflash', got 'domino'"),
         ({"draft_vocab_size": 9}, CheckpointFormatError, "'lm_head.weight' is missing, which draft_vocab_size=9 needs"),
         ({"block_size": 1}, CheckpointFormatError, "block_size: expected 2 to inf, got 1"),
@@ -293,13 +333,6 @@ def test_wrong_heads_are_refused(
         with_head(model, head)
 
 
-def test_windows_of_speculators_must_hide_what_is_behind(model: Path, tmp_path: Path) -> None:
-    settings = {"layer_types": [FULL, SLIDING], "sliding_window": 7}
-    head = write_speculators(tmp_path / "head", random_head(len(LAYERS)), LAYERS, **settings)
-    with pytest.raises(UnsupportedModelError, match=r"sliding_window_non_causal must be False .* got True"):
-        with_head(model, head)
-
-
 @pytest.mark.parametrize(
     ("settings", "layers", "damage", "error", "message"),
     [
@@ -313,7 +346,7 @@ def test_windows_of_speculators_must_hide_what_is_behind(model: Path, tmp_path: 
             GGUFFormatError,
             "sliding_window_pattern: expected 2 values, one for each layer, got 1",
         ),
-        ({}, LAYERS, "markov_w1", UnsupportedModelError, "tensor 'markov_w1.weight' is not supported for dflash"),
+        ({}, LAYERS, "blk.0.attn_sinks", GGUFFormatError, r"blk.0.attn_sinks.weight' must have the shape \(4,\), got"),
         ({}, [-1, 2, 3], "", RequestError, r"reads the outputs of layers \(-1, 2, 3\), but the model has 5 layers"),
     ],
 )

@@ -164,7 +164,11 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"speculators_model_type": "peagle"}, UnsupportedModelError, "must be 'eagle3' or 'dflash', got 'peagle'"),
+        (
+            {"speculators_model_type": "peagle"},
+            UnsupportedModelError,
+            "must be 'eagle3', 'dflash', 'dflash2' or 'dspark', got 'peagle'",
+        ),
         ({"transformer_layer_config": None}, CheckpointFormatError, "transformer_layer_config is missing"),
         ({"target_hidden_size": 80}, UnsupportedModelError, "target_hidden_size must be the hidden size of 64, got 80"),
         (

@@ -14,7 +14,7 @@ from fastinfer.engine.image_inputs import place_images
 from fastinfer.engine.last_rows import LastRowsInputs
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.recorded_draws import RecordedDraws
-from fastinfer.engine.sampling_inputs import SamplingInputs
+from fastinfer.engine.sampling_inputs import SamplingInputs, SamplingRows
 from fastinfer.engine.transfer import write_list
 from fastinfer.models.batch import Batch, FeatureSlots
 from fastinfer.models.image_tokens import ImageTokens
@@ -73,7 +73,7 @@ class StepResult:
 
     hidden: Tensor
     logits: Tensor
-    sampling: SamplingInputs
+    sampling: SamplingInputs | SamplingRows
     draws: RecordedDraws | None = None
     tokens: Tensor | None = None
 
@@ -99,6 +99,7 @@ class BatchInputs:
         head_layers: number of layers of a draft head, which reads and writes features; 0 for other models.
         has_window_lens: whether layers with a window see less of a sequence than others, see
             :class:`fastinfer.models.config.BlockConfig`.
+        has_block_places: whether the model reads the places of tokens in their blocks.
         allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
     Attributes:
@@ -129,6 +130,7 @@ class BatchInputs:
         drops_rows: bool = False,
         head_layers: int = 0,
         has_window_lens: bool = False,
+        has_block_places: bool = False,
         allocate: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.max_seqs = max_seqs
@@ -138,6 +140,7 @@ class BatchInputs:
         self._has_states = has_states
         self.head_layers = head_layers
         self._has_window_lens = has_window_lens
+        self._has_block_places = has_block_places
         self.sparse_pages = sparse_pages
         self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self.drops_rows = drops_rows
@@ -147,8 +150,9 @@ class BatchInputs:
         feature_size = 2 * max_tokens if head_layers else 0
         dense_size = 0 if sparse_pages is None else max_seqs  # of prompts, beside tokens with sparse attention
         window_size = max_seqs if has_window_lens else 0
+        place_size = max_tokens if has_block_places else 0
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
-        sizes = [*state_sizes, last_sizes[1], dense_size, window_size]
+        sizes = [*state_sizes, last_sizes[1], dense_size, window_size, place_size]
         ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(sizes)
         self._table_start = 8 * longs + 4 * ints
         num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
@@ -163,6 +167,7 @@ class BatchInputs:
         ends = np.cumsum([*sizes, max_tokens, max_logits, 4 * max_logits, max_seqs])
         parts = np.split(narrow, ends)
         self._state_reads, self._state_writes, last_ints, self._dense_lens, self._window_lens, *others = parts
+        self._block_places, *others = others
         self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = others
         self._last_rows = LastRowsInputs(last_longs.reshape(2, -1), last_ints, self._view) if drops_rows else None
         self.sampling = SamplingInputs(longs_of_rows.reshape(2, -1), words_of_rows.reshape(4, -1), self._view)
@@ -238,6 +243,8 @@ class BatchInputs:
             write_list(self._dense_lens.data, lens)
         if self._has_window_lens:
             write_list(self._window_lens.data, [c.start + c.num_tokens + len(c.drafts) for c in chunks])
+        if self._has_block_places:
+            write_list(self._block_places.data, [chunk.place for chunk in chunks])
         first_layer = 0
         if self.head_layers:
             self._place_features(chunks)
@@ -295,6 +302,7 @@ class BatchInputs:
         self._query_start[size.num_seqs + 1 : padded.num_seqs + 1] = size.num_tokens
         self._seq_lens[size.num_seqs : padded.num_seqs] = 0
         self._window_lens[size.num_seqs : padded.num_seqs] = 0
+        self._block_places[tokens] = 0
         self._state_reads[size.num_seqs : padded.num_seqs] = -1
         self._state_writes[tokens] = -1
         rows = slice(size.num_logits, padded.num_logits)
@@ -377,6 +385,7 @@ class BatchInputs:
             last=last,
             features=features,
             window_lens=tensor(self._window_lens, size.num_seqs) if self._has_window_lens else None,
+            block_places=tensor(self._block_places, size.num_tokens) if self._has_block_places else None,
         )
 
     def _place_features(self, chunks: list[Chunk]) -> None:

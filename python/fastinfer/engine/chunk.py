@@ -55,6 +55,11 @@ class Chunk:
         self.state_writes: list[int] = []
 
     @property
+    def place(self) -> int:
+        """Place of the token in the block of which it is the only one in the chunk; 0 for a chunk of another kind."""
+        return 0
+
+    @property
     def is_prompt(self) -> bool:
         """Whether the first token belongs to the prompt; the others do too if the scheduler separates roles."""
         return self.start < self.sequence.num_prompt_tokens

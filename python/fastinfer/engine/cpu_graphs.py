@@ -98,6 +98,6 @@ class CPUGraphs:
         if len(self.recorded) == MAX_GRAPHS:
             del self.recorded[next(iter(self.recorded))]
         if result.logits.dtype == torch.float32:
-            result = replace(result, draws=RecordedDraws(result.logits, result.sampling, self._draws_memory))
+            result = replace(result, draws=RecordedDraws(result.logits, self._inputs.sampling, self._draws_memory))
         self.recorded[size] = graph, result
         return result

@@ -22,13 +22,11 @@ from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.worker import Worker
+from fastinfer.models.draft_chain import MISSING
 
 # The acceptance rate of a sequence without drafts is not updated. It is therefore reset every RETRY_STEPS steps, so
 # that the sequence gets drafts again.
 RETRY_STEPS = 64
-# Logit of a token that the draft model does not have. Its probability is 0 in fp32 at any temperature, as long as
-# another token may be drawn. It is finite, so that the draw does not fail where none may be, as a grammar may want.
-MISSING = -1e9
 
 
 class SequenceView:

@@ -1,6 +1,7 @@
 """Sampling parameters of a step's rows of logits, which are a part of the step's inputs."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -62,9 +63,35 @@ class SamplingInputs:
         """Make rows of padding greedy, as those cost the least."""
         self._arrays["temperature"][rows] = 0.0
 
+    def rows(self, num_rows: int) -> "SamplingRows":
+        """Return the parameters of the first rows."""
+        return SamplingRows(self.tensors(num_rows), self.needs_only_tokens, self.is_free)
+
     def tensors(self, num_rows: int) -> dict[str, Tensor]:
         """Return the parameters of the first rows on the device, [num_rows] each, by their names in ``ops.sample``."""
         return {name: self._view(array, num_rows) for name, array in self._arrays.items()}
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The parameters of some rows of a draw, in the interface of :class:`SamplingInputs`.
+
+    Attributes:
+        values: [rows] each, by their names in ``ops.sample``.
+        needs_only_tokens, is_free: see :class:`SamplingInputs`.
+    """
+
+    values: dict[str, Tensor]
+    needs_only_tokens: bool
+    is_free: bool
+
+    def select(self, index: Tensor) -> "SamplingRows":
+        """Return the parameters of some of the rows, [n] int64 on the device."""
+        return replace(self, values={name: values[index] for name, values in self.values.items()})
+
+    def tensors(self, num_rows: int) -> dict[str, Tensor]:
+        """Return the parameters of the first rows, [num_rows] each."""
+        return {name: values[:num_rows] for name, values in self.values.items()}
 
 
 def _needs_only_token(sequence: Sequence) -> bool:

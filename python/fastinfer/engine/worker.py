@@ -209,7 +209,8 @@ class Worker:
 
     def _make_inputs(self, allocate: Callable[[int], np.ndarray] | None) -> BatchInputs:
         """Make inputs that are large enough for any step."""
-        config = self._config
+        config, block = self._config, self.model.config.block
+        has_windows = block is not None and any(self.model.config.windows) and not block.has_whole_windows
         return BatchInputs(
             # The padding of a decode step adds one sequence per padding token.
             max_seqs=config.max_num_seqs * (1 + config.num_speculative_tokens),
@@ -223,19 +224,23 @@ class Worker:
             sparse_pages=config.sparse_pages,
             drops_rows=self._drops_rows and self.model.config.num_storing_layers < self.model.config.num_layers,
             head_layers=self.model.config.num_layers if self.model.config.has_features else 0,
-            has_window_lens=self.model.config.block is not None and any(self.model.config.windows),
+            has_window_lens=has_windows,
+            has_block_places=block is not None and block.conv_taps > 0,
             allocate=allocate,
         )
 
     def _make_runner(self, inputs: BatchInputs) -> Runner:
         """Make a runner; on a GPU this captures its graphs."""
-        config = self._config
+        config, block = self._config, self.model.config.block
+        # A graph is recorded for one device. On a CPU it has operators alone, and these convolutions are none.
+        is_eager = isinstance(self.model, PlacedDecoder) or (
+            block is not None and block.conv_taps > 0 and self.device.type == "cpu"
+        )
         return Runner(
             self.model,
             self.kv_cache,
             inputs,
-            # A graph is recorded for one device.
-            enforce_eager=config.enforce_eager or isinstance(self.model, PlacedDecoder),
+            enforce_eager=config.enforce_eager or is_eager,
             with_adapters=self._with_adapters,
             deterministic=config.deterministic,
             separates_roles=self._separates_roles,

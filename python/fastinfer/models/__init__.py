@@ -19,7 +19,7 @@ from fastinfer.models.gguf_heads import DFLASH, EAGLE3, GGUFDFlashCheckpoint, GG
 from fastinfer.models.gguf_mtp import GGUFMTPCheckpoint
 from fastinfer.models.head_loader import load_dflash_head, load_eagle_head, load_mtp_head, with_vocabulary
 from fastinfer.models.hf_checkpoint import HFCheckpoint
-from fastinfer.models.hf_dflash import HFDFlashCheckpoint
+from fastinfer.models.hf_dflash import BLOCK_KINDS, HFDFlashCheckpoint
 from fastinfer.models.hf_heads import HFHeadCheckpoint, hf_head_kind
 from fastinfer.models.hf_mtp import HFMTPCheckpoint
 from fastinfer.models.kv_cache import KVCache
@@ -201,7 +201,7 @@ def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
         kind = hf_head_kind(path)
         if kind is None:
             return HFCheckpoint(path, exact)
-        return HFDFlashCheckpoint(path, exact) if kind == "dflash" else HFHeadCheckpoint(path, exact)
+        return HFDFlashCheckpoint(path, exact) if kind in BLOCK_KINDS else HFHeadCheckpoint(path, exact)
     file = open_gguf(path)
     kinds = {EAGLE3: GGUFHeadCheckpoint, DFLASH: GGUFDFlashCheckpoint}
     return kinds.get(str(file.metadata.get("general.architecture")), GGUFCheckpoint)(file, exact)

@@ -99,13 +99,13 @@ class Attention:
     def __call__(
         self,
         x: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         batch: Batch,
         cache: LayerCache,
         plan: AttentionPlan,
         lora: LayerAdapters | None,
     ) -> Tensor:
-        """Return ``residual`` plus the output for ``x``, both [tokens, hidden]; fill the cache."""
+        """Return ``residual``, if there is one, plus the output for ``x``, both [tokens, hidden]; fill the cache."""
         x, options = self.norm.before_linear(x)
         sizes = [self.num_heads * self.head_dim]
         if self.has_kv:

@@ -74,6 +74,8 @@ class Batch:
         last: the rows whose hidden states are wanted, if the model's last layers store nothing; ``None`` for all.
         features: the places of features, of a draft head's batch; ``None`` for other models.
         window_lens: [seqs] int32; ``seq_lens`` for layers with a window; ``None`` if they are the same.
+        block_places: [tokens] int32; place of each token in its block, from 0, of a draft head that convolves blocks;
+            ``None`` for other models.
     """
 
     token_ids: Tensor
@@ -93,6 +95,7 @@ class Batch:
     last: LastRows | None = None
     features: FeatureSlots | None = None
     window_lens: Tensor | None = None
+    block_places: Tensor | None = None
 
     def lens(self, window: int) -> Tensor:
         """Return ``seq_lens`` for a layer with a window of this length, 0 for none."""

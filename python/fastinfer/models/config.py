@@ -82,20 +82,43 @@ class LatentAttentionConfig:
 class BlockConfig:
     """Settings of a draft head that drafts a block of tokens at once, as it was trained.
 
-    In layers with a window a token of the block sees none of those behind it. In the other layers it sees the whole
-    block.
+    In layers without a window a token sees the whole block. In those with one it sees none of the tokens behind it,
+    and its window ends with itself; or it sees the whole block, and the window ends with that.
 
     Attributes:
         feature_layers: the layers of the model whose outputs it reads, in ascending order.
         mask_token: token in the place of those to draft.
-        size: number of tokens of a block, the newest token of the text and those to draft.
+        size: number of tokens of a block, the newest token of the text and the masks.
+        drafts_next: whether the output at a token is the draft of the next place, so that the newest token gives one,
+            too, and the last draft has no mask; otherwise the output at a mask is the draft of its own place.
         is_causal: whether a token sees none of those behind it in layers without a window, too.
+        has_whole_windows: whether a token sees the whole block in layers with a window, too.
+        conv_taps: number of tokens that the convolutions of a layer read, see
+            :class:`fastinfer.models.block_conv.BlockConv`; 0 for a head without.
+        conv_group_size: number of neighbouring channels whose kernels have the same dynamic part.
+        selector_rank, selector_top_k: length of the vectors by which a token is chosen after the one before, and
+            number of tokens among which it is chosen, see :class:`fastinfer.models.draft_chain.CandidateSelector`; 0
+            for a head without.
+        markov_rank: length of the vectors by which logits depend on the token before, see
+            :class:`fastinfer.models.draft_chain.MarkovBias`; 0 for a head without.
     """
 
     feature_layers: tuple[int, ...]
     mask_token: int
     size: int
+    drafts_next: bool = False
     is_causal: bool = False
+    has_whole_windows: bool = False
+    conv_taps: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    markov_rank: int = 0
+
+    @property
+    def max_drafts(self) -> int:
+        """Number of drafts of a whole block."""
+        return self.size if self.drafts_next else self.size - 1
 
 
 @dataclass(frozen=True)

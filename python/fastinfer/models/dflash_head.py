@@ -3,8 +3,14 @@
 Each layer has keys and values of the text, projections of one product of the outputs of several layers of the model;
 they need no pass through the head, so the model's own steps store them. A block is the newest token of the text, which
 the model has not computed yet, and a mask token for each draft. Its tokens see the text and each other, also those
-behind them, but in layers with a window only themselves and what is before them. The output at a mask is the draft at
-its place. Sources: https://arxiv.org/abs/2602.06036, and https://github.com/z-lab/dflash for the windows.
+behind them, but in layers with a window only themselves and what is before them, unless the head was trained otherwise.
+The output at a mask is the draft at its place.
+
+DFlash2 adds convolutions over the tokens of a block, and chooses each draft by the one before it. DSpark adds to the
+logits what the draft before says, and its newest token gives the first draft, the first mask the second one, and so on.
+
+Sources: https://arxiv.org/abs/2602.06036, https://github.com/z-lab/dflash for the windows and DFlash2, and
+https://github.com/deepseek-ai/DeepSpec.
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +25,7 @@ from fastinfer.models.batch import Batch
 from fastinfer.models.column_join import ColumnJoin
 from fastinfer.models.config import BlockConfig
 from fastinfer.models.decoder import Decoder
+from fastinfer.models.draft_chain import DraftChain
 from fastinfer.models.draft_head import DraftHead
 from fastinfer.models.kv_cache import KVCache, LayerCache
 from fastinfer.models.norm import RMSNorm
@@ -35,11 +42,13 @@ class DFlashHead(DraftHead):
         fc: [hidden, n * hidden], projection of the outputs of ``n`` layers.
         feature_norm: norm of its result, from which all layers project keys and values.
         join: joins the outputs; ``None`` before :meth:`for_model`.
+        chain: changes the logits of each draft by the one before it; ``None`` if it is drawn without.
     """
 
     fc: Weight
     feature_norm: RMSNorm
     join: ColumnJoin | None = None
+    chain: DraftChain | None = None
 
     @property
     def block(self) -> BlockConfig:

@@ -94,6 +94,17 @@ _SHORT_CONV = {
 # A layer of the file has one norm.
 _NEMOTRON_H = Architecture(NEMOTRON_H, mlp_norm="attn_norm", activation="relu2", gated=False, sigmoid_router=True)
 
+_DFLASH = {
+    "hidden_norm": "enc.output_norm",
+    "attention_conv": "attn_conv_proj",
+    "attention_conv_base": "attn_conv_base",
+    "mlp_conv": "ffn_conv_proj",
+    "mlp_conv_base": "ffn_conv_base",
+} | {
+    name: name
+    for name in ("fc", "selector_hidden", "selector_predecessor", "selector_successor", "markov_w1", "markov_w2")
+}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(permuted=True),
     "mistral3": Architecture(permuted=True),
@@ -126,7 +137,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral4": Architecture(LATENT, renormalizes=False),
     # Draft heads.
     "eagle3": Architecture(permuted=True, names={"feature_norm": "attn_norm_2", "fc": "fc"}),
-    "dflash": Architecture(HEAD_NORMS, names={"hidden_norm": "enc.output_norm", "fc": "fc"}),
+    "dflash": Architecture(HEAD_NORMS, names=_DFLASH),
     "smollm3": Architecture(permuted=True, no_rope_period=4),
     "arcee": Architecture(permuted=True, activation="relu2", gated=False),
     "seed_oss": Architecture(mlp_norm="post_attention_norm"),

@@ -27,6 +27,8 @@ from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.ops.pack import TILE_ROWS
 
+# Matrices of which single rows are read.
+LOOKED_UP = ("embedding", "selector_predecessor", "selector_successor", "markov_w1")
 E4M3_MAX = 448  # scales are multiplied by a factor
 PART_ELEMENTS = 2**20  # size of a part, small enough for its unpacked copy to reuse the memory of the previous one
 
@@ -161,7 +163,7 @@ class GGUFCheckpoint:
         for begin in range(0, out_features, rows):
             part = weight.rows(slice(begin, begin + rows))
             # No operator looks up single rows of a look-up table's indices.
-            if name == "embedding" and isinstance(part, GGUFRows) and isinstance(part.form, Lut):
+            if name in LOOKED_UP and isinstance(part, GGUFRows) and isinstance(part.form, Lut):
                 yield part.unpack_integers()
             else:
                 yield part

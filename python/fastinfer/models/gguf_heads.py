@@ -1,8 +1,8 @@
 """GGUF files with a draft head, as llama.cpp's converter writes them (architectures ``eagle3`` and ``dflash``).
 
 The layer of an EAGLE-3 head is that of a Llama, and has the norm of the features as ``attn_norm_2``. The layers of a
-DFlash head are those of Qwen3. Keys and names: https://github.com/ggml-org/llama.cpp/blob/master/src/models/eagle3.cpp
-and dflash.cpp beside it.
+DFlash head are those of Qwen3. Heads of DFlash2 and DSpark have the same architecture, and further tensors. Keys and
+names: https://github.com/ggml-org/llama.cpp/blob/master/src/models/eagle3.cpp and dflash.cpp beside it.
 """
 
 from dataclasses import replace
@@ -13,16 +13,20 @@ from torch import Tensor
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFType
+from fastinfer.formats.gguf_unpack import unpack_rows
+from fastinfer.formats.unpacked import Dense
 from fastinfer.models.checkpoint import check_draft_tokens
-from fastinfer.models.config import BlockConfig
+from fastinfer.models.config import MAX_SIZE, BlockConfig
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_fields import windows_by_layer
+from fastinfer.models.head_checks import check_block, check_layer_ids
 from fastinfer.models.hf_heads import MAX_POSITION, EagleSettings
 
 EAGLE3, DFLASH = "eagle3", "dflash"
 D2T = "d2t"
-# Parts of heads that came after DFlash and have its architecture.
-LATER_PARTS = ("markov_w1.weight", "selector_hidden.weight", "blk.0.attn_sinks.weight")
+SELECTOR = "selector_hidden.weight"  # which heads of DFlash2 have
+MARKOV = "markov_w1.weight"  # and heads of DSpark
+SINKS = "blk.0.attn_sinks.weight"
 
 
 class GGUFDraftCheckpoint(GGUFCheckpoint):
@@ -37,8 +41,7 @@ class GGUFDraftCheckpoint(GGUFCheckpoint):
     def _layer_ids(self, key: str) -> tuple[int, ...]:
         """Return the numbers of the model's layers whose inputs the head reads."""
         layers = self.file.get(f"{self.config.architecture}.{key}", np.ndarray).tolist()
-        if not layers or sorted(set(layers)) != layers or not all(isinstance(layer, int) for layer in layers):
-            raise GGUFFormatError(f"{self.path}: {key} must be ascending numbers, got {layers!r:.80}")
+        check_layer_ids(key, layers, self.path, GGUFFormatError)
         return tuple(layers)
 
     def draft_tokens(self) -> Tensor | None:
@@ -79,12 +82,41 @@ class GGUFDFlashCheckpoint(GGUFDraftCheckpoint):
 
     def __init__(self, file: GGUFFile, exact: bool = False) -> None:
         super().__init__(file, exact)
-        if found := [name for name in LATER_PARTS if name in file.tensors]:
-            raise UnsupportedModelError(f"{file.path}: tensor {found[0]!r} is not supported for {DFLASH}")
         block = BlockConfig(
             feature_layers=tuple(layer - 1 for layer in self._layer_ids("target_layers")),
             mask_token=file.get("tokenizer.ggml.mask_token_id", int, minimum=0, maximum=self.config.vocab_size - 1),
             size=file.get(f"{DFLASH}.block_size", int, 16, minimum=2),
         )
+        if SELECTOR in file.tensors:
+
+            def size(key: str) -> int:
+                return file.get(f"{DFLASH}.{key}", int, minimum=1, maximum=MAX_SIZE)
+
+            block = replace(
+                block,
+                has_whole_windows=True,
+                conv_taps=size("conv_kernel_size"),
+                conv_group_size=size("conv_group_size"),
+                selector_rank=size("selector_rank"),
+                selector_top_k=min(size("selector_top_k"), self.config.vocab_size),
+            )
+        if MARKOV in file.tensors:
+            block = replace(
+                block,
+                has_whole_windows=True,
+                drafts_next=file.get(f"{DFLASH}.sample_from_anchor", bool, True),
+                markov_rank=file.tensors[MARKOV].shape[-1],
+            )
         windows = windows_by_layer(file, DFLASH) if self.config.windows else ()
-        self.config = replace(self.config, block=block, windows=windows)
+        self.config = replace(self.config, block=block, windows=windows, attention_sinks=SINKS in file.tensors)
+        check_block(block, self.config, file.path)
+
+    def conv_base(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read the own kernels of convolutions, fp32; errors are those of :meth:`vector`."""
+        stored = self._stored(name)
+        tensor = self._get(stored)
+        values = unpack_rows(tensor.data.reshape(1, -1), tensor.type, stored)
+        if not isinstance(values, Dense) or tensor.shape != shape:
+            got = f"{tensor.type.name} {tensor.shape}"
+            raise GGUFFormatError(f"{self.path}: tensor {stored!r} must be dense with the shape {shape}, got {got}")
+        return values.values.float().view(shape)

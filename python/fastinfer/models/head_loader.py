@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from fastinfer.models.attention_loader import load_attention
+from fastinfer.models.block_conv import BlockConv, ConvolvedLayer
 from fastinfer.models.checkpoint import Checkpoint
-from fastinfer.models.config import Precision
+from fastinfer.models.config import BlockConfig, Precision
 from fastinfer.models.decoder import DecoderLayer
 from fastinfer.models.dflash_head import DFlashHead
+from fastinfer.models.draft_chain import CandidateSelector, DraftChain, MarkovBias
 from fastinfer.models.draft_head import DraftHead
 from fastinfer.models.eagle_head import EagleHead
 from fastinfer.models.gguf_heads import GGUFDFlashCheckpoint, GGUFHeadCheckpoint
@@ -17,6 +19,7 @@ from fastinfer.models.hf_heads import HFHeadCheckpoint
 from fastinfer.models.hf_mtp import HFMTPCheckpoint
 from fastinfer.models.layer_reader import LayerReader, Part
 from fastinfer.models.loader import DecoderLoader
+from fastinfer.models.mlp import GatedMLP
 from fastinfer.models.mlp_loader import load_mlp
 from fastinfer.models.mtp_head import MTPEnds, MTPHead
 from fastinfer.models.norm import NoNorm, RMSNorm, factor_norm
@@ -86,19 +89,62 @@ def load_dflash_head(
     assert config.block is not None
     hidden, count, scale = config.hidden_size, len(config.block.feature_layers), config.embedding_scale
     tables = PositionTables.of(checkpoint, config.table_length(max_model_len), device)
+
+    def conv(name: str) -> BlockConv:
+        assert config.block is not None
+        taps, size = config.block.conv_taps, config.block.conv_group_size
+        base = checkpoint.conv_base(f"{name}_base", (2, taps, hidden)).unflatten(2, (-1, size)).to(device)
+        rows = 2 * taps * (hidden // size)
+        return BlockConv(base, reader.weight((name,), checkpoint.linear(name, rows, hidden), None))
+
+    def layer(index: int) -> DecoderLayer:
+        attention, mlp = load_attention(reader, tables, index, is_split=True), load_mlp(reader, index)
+        assert config.block is not None
+        if not config.block.conv_taps:
+            return DecoderLayer(attention, mlp)
+        assert isinstance(mlp, GatedMLP)
+        assert isinstance(attention.norm, RMSNorm)
+        assert isinstance(mlp.norm, RMSNorm)
+        return ConvolvedLayer(
+            attention=replace(attention, norm=NoNorm()),
+            mlp=replace(mlp, norm=NoNorm()),
+            attention_norm=attention.norm,
+            mlp_norm=mlp.norm,
+            attention_conv=conv(f"layers.{index}.attention_conv"),
+            mlp_conv=conv(f"layers.{index}.mlp_conv"),
+        )
+
     return DFlashHead(
         config=config,
         dtype=precision.dtype,
         exact=precision.exact,
-        layers=tuple(
-            DecoderLayer(load_attention(reader, tables, index, is_split=True), load_mlp(reader, index))
-            for index in range(config.num_layers)
-        ),
+        layers=tuple(map(layer, range(config.num_layers))),
         norm=reader.norm("norm", config.logits_scale),
         embedding_norm=None if scale == 1.0 else factor_norm(scale, hidden, device),
         fc=reader.weight(("fc",), checkpoint.linear("fc", hidden, count * hidden), None),
         feature_norm=RMSNorm(reader.vector("hidden_norm", hidden), config.norm_eps),
+        chain=load_chain(reader, config.block),
         **own_vocabulary(reader),
+    )
+
+
+def load_chain(reader: LayerReader, block: BlockConfig) -> DraftChain | None:
+    """Read what makes a draft depend on the one before it; ``None`` for a head without."""
+    config = reader.config
+    if rank := block.markov_rank:
+        size = config.draft_vocab_size or config.vocab_size
+        return MarkovBias(
+            embedding=reader.vocabulary("markov_w1", config.vocab_size, rank),
+            projection=reader.vocabulary("markov_w2", size, rank),
+        )
+    if not (rank := block.selector_rank):
+        return None
+    hidden = reader.checkpoint.linear("selector_hidden", rank, config.hidden_size)
+    return CandidateSelector(
+        projection=reader.weight(("selector_hidden",), hidden, None),
+        predecessors=reader.vocabulary("selector_predecessor", config.vocab_size, rank),
+        successors=reader.vocabulary("selector_successor", config.vocab_size, rank),
+        top_k=min(block.selector_top_k, config.vocab_size),
     )
 
 

@@ -37,6 +37,8 @@ D2T = "d2t"
 MODELOPT_CONFIG = "hf_quant_config.json"
 # Vectors that are no module's weight or bias.
 PARAMETERS = ("sinks", "router_bias", "A_log", "D", "dt_bias", "layer_scale", "router_scale", "expert_scale")
+# Beginnings of the names of matrices that methods quantise.
+LINEAR = ("layers.", "lm_head", "fc", "selector_hidden", "markov_w2")
 # Names of a matrix in the methods.
 MATRICES = ("weight", "qweight", "weight_packed")
 # Families whose matrices MLX keeps, except that it joins those of all experts (``switch_mlp``). Of others it stores
@@ -113,7 +115,7 @@ class HFCheckpoint:
             weight = self._expert(module, expert, index, whole, in_features)
         else:
             # No method quantises a convolution, and MLX alone the embedding.
-            is_linear = (name.startswith(("layers.", "lm_head", "fc")) or self._is_mlx) and not name.endswith(".conv1d")
+            is_linear = (name.startswith(LINEAR) or self._is_mlx) and not name.endswith(".conv1d")
             weight = self._linear(module, self._joined_expert(name)) if is_linear else self._dense(module)
             if self._family.transposed and name.startswith("layers.") and isinstance(weight, Dense):
                 weight = Dense(weight.values.T.contiguous())

@@ -13,12 +13,19 @@ from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.families import FAMILIES, Family
+from fastinfer.models.head_checks import check_layer_ids
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import parse_hf_config
 
 SPECFORGE = "LlamaForCausalLMEagle3"
 # Kinds of heads by the architecture that config.json names.
-KINDS = {SPECFORGE: "eagle3", "DFlashDraftModel": "dflash"}
+KINDS = {
+    SPECFORGE: "eagle3",
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "Qwen3DSparkModel": "dspark",  # of DeepSpec
+    "DSparkDraftModel": "dspark",  # of SpecForge
+}
 SPECULATORS_KEY = "speculators_model_type"
 # Families of the layer by model_type.
 LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -77,11 +84,6 @@ class HFDraftCheckpoint(HFCheckpoint):
         values |= {"max_position_embeddings": MAX_POSITION, "draft_vocab_size": draft_vocab_size, **others}
         return parse_hf_config(JsonFields(fields.path, values, CheckpointFormatError))
 
-    def _check_layer_ids(self, name: str, ids: list[Any]) -> None:
-        """Check the numbers of the model's layers that the head reads, which config.json has as ``name``."""
-        if not ids or not all(type(layer) is int for layer in ids) or sorted(set(ids)) != ids:
-            raise CheckpointFormatError(f"{self._fields.path}: {name} must be ascending numbers, got {ids!r:.80}")
-
     def _check_output_layer(self) -> None:
         """Refuse a head without an output layer, which is then the model's, if it can draft a part of the tokens."""
         size = self.config.draft_vocab_size
@@ -102,7 +104,7 @@ class HFHeadCheckpoint(HFDraftCheckpoint):
         kind = "eagle3" if self._is_specforge else fields.get(SPECULATORS_KEY, str)
         if kind != "eagle3":
             raise UnsupportedModelError(
-                f"{fields.path}: {SPECULATORS_KEY} must be 'eagle3' or 'dflash', got {kind!r:.80}"
+                f"{fields.path}: {SPECULATORS_KEY} must be 'eagle3', 'dflash', 'dflash2' or 'dspark', got {kind!r:.80}"
             )
         if layer is None and not self._is_specforge:
             raise CheckpointFormatError(f"{fields.path}: transformer_layer_config is missing")
@@ -133,7 +135,7 @@ class HFHeadCheckpoint(HFDraftCheckpoint):
             outputs = eagle.get("eagle_aux_hidden_state_layer_ids", list, None)
             ids = outputs and [layer + 1 if isinstance(layer, int) else layer for layer in outputs]
         if ids is not None:
-            self._check_layer_ids("eagle_aux_hidden_state_layer_ids", ids)
+            check_layer_ids("eagle_aux_hidden_state_layer_ids", ids, fields.path, CheckpointFormatError)
         return EagleSettings(
             None if ids is None else tuple(ids),
             norm_residual=fields.get("norm_before_residual", bool, False),
