@@ -60,6 +60,8 @@ FAMILIES = (
     "deepseek-v2",
     "deepseek-v3-mscale",
     "glm4-moe-lite",
+    "youtu-plain",
+    "minicpm3-plain",
     "qwen3.5",
     "qwen3.5-moe",
     "qwen3-next-plain",

@@ -164,6 +164,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "latent attention and norms of experts": (
+        "axk1",
+        {
+            "target_modules": ["q_a_proj", "kv_b_proj", "o_proj", "gate_proj", "down_proj"],
+            "target_parameters": ["mlp.experts.down_proj"],
+            "r": 3,
+        },
+    ),
     "router": ("qwen3-moe", {"target_modules": [], "target_parameters": ["gate.weight"], "r": 1}),
     "one layer's": (
         "mixtral",

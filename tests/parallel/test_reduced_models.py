@@ -48,6 +48,8 @@ FAMILIES = [
     "nemotron-h-dense",
     "falcon-h1",
     "deepseek-v3",
+    "minicpm3",
+    "axk1",
     "gemma4-inputs",
     "gemma4-moe",
 ]

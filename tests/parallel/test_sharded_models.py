@@ -50,6 +50,7 @@ DIVIDED = [
     "falcon-h1",
     "deepseek-v2",
     "deepseek-v3",
+    "axk1",
     "gemma4",
     "gemma4-inputs",
     "gemma4-moe",

@@ -54,6 +54,7 @@ FAMILIES = [
     "cohere2",
     "gpt-oss",
     "deepseek-v2",
+    "axk1",
     "glm4-moe",
     "minimax-m2",
     "qwen3-next",

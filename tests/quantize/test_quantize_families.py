@@ -48,6 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": LATENT,
     "mistral4": LATENT,
     "glm4-moe-lite": LATENT,
+    "minicpm3": LATENT,
+    "axk1": LATENT,
     "gpt-oss": {"intermediate_size": 96},
     "granite-moe": {},
     "granite-moe-shared": {"shared_intermediate_size": 96},

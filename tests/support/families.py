@@ -103,6 +103,7 @@ LATENT = {
     "v_head_dim": 20,
 }
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+MINICPM3_ROPE = {**LONGROPE, "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 5.0, 6.0]}
 GROWING = {**MSCALE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 40}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -207,6 +208,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         LATENT | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "v_head_dim": 40},
     ),
+    "youtu": ("Youtu", LATENT | {"rope_interleave": False}),
+    "youtu-plain": ("Youtu", LATENT | {"q_lora_rank": None, "tie_word_embeddings": False}),
+    "minicpm3": (
+        "MiniCPM3",
+        LATENT
+        | {"v_head_dim": None, "rope_parameters": MINICPM3_ROPE, "mlp_bias": True}
+        | {"scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 150, "original_max_position_embeddings": 64},
+    ),
+    # As GGUF files can say it: with the factors of the published model, and trained on the whole length.
+    "minicpm3-plain": (
+        "MiniCPM3",
+        LATENT
+        | {
+            "v_head_dim": 16,
+            "q_lora_rank": 56,
+            "rope_parameters": {**MINICPM3_ROPE, "original_max_position_embeddings": 256},
+        },
+    ),
+    "axk1": ("AXK1", LATENT | GROUPS | {"num_experts_per_tok": 3, "rope_parameters": MSCALE}),
     "qwen3.5-moe": ("Qwen3_5Moe", LINEAR | SHARED | {"num_hidden_layers": 5, "tie_word_embeddings": False}),
     "qwen3-next": ("Qwen3Next", LINEAR | SHARED | {"decoder_sparse_step": 3, "mlp_only_layers": [5]}),
     "qwen3-next-plain": ("Qwen3Next", LINEAR | SHARED | {"num_hidden_layers": 4, "linear_num_key_heads": 3}),

@@ -177,6 +177,8 @@ class ModelConfig:
         dense_layers: the layers of a model with experts that have an MLP instead.
         mlp_beside_experts: whether layers with experts have an MLP of ``dense_intermediate_size``, too, and the router
             a norm of its own and a factor for each expert, as in Gemma 4.
+        experts_post_norm: whether the output of experts is normalised before it is added to the residual stream, in
+            models that do not normalise that of an MLP.
         shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a logit.
         alternating_gate_up: whether the rows of gate and up alternate in a fused matrix, instead of all rows of gate
             coming first.
@@ -248,6 +250,7 @@ class ModelConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     dense_layers: frozenset[int] = frozenset()
     mlp_beside_experts: bool = False
+    experts_post_norm: bool = False
     shared_expert_gate: bool = False
     alternating_gate_up: bool = False
     has_features: bool = False

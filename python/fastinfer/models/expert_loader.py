@@ -44,7 +44,9 @@ def load_mixture(reader: LayerReader, layer: str, norm: Norm) -> MixtureOfExpert
     experts = [f"{layer}.experts.{index}" for index in reader.own_experts()]
     shape = hidden, inner = config.hidden_size, config.intermediate_size
     router = checkpoint.linear(f"{layer}.router", config.num_experts, config.hidden_size)
-    router_bias = gate_up_bias = down_bias = None
+    router_bias = gate_up_bias = down_bias = post_norm = None
+    if config.experts_post_norm:
+        post_norm = RMSNorm(reader.vector(f"{layer}.post_mlp_norm", hidden), config.norm_eps)
     if config.mlp_bias:
         router_bias = reader.vector(f"{layer}.router.bias", config.num_experts)
         gate_up_bias = torch.stack([read_gate_up_bias(reader, expert, inner) for expert in experts])
@@ -68,6 +70,7 @@ def load_mixture(reader: LayerReader, layer: str, norm: Norm) -> MixtureOfExpert
         activation=config.activation,
         choice_bias=reader.vector(f"{layer}.router_bias", config.num_experts) if config.router.has_bias else None,
         shared=_shared_expert(reader, layer) if config.shared_intermediate_size else None,
+        post_norm=post_norm,
         gated=config.gated,
         experts_device=reader.experts_device,
     )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fastinfer.models.structure import (
+    AXK1,
     COHERE,
     EXAONE4,
     FALCON_H1,
@@ -22,6 +23,7 @@ from fastinfer.models.structure import (
     LAYER_NORMS,
     LFM2,
     LFM3,
+    MINICPM3,
     MUSE_GLIMMER,
     NEMOTRON_H,
     OLMO2,
@@ -111,6 +113,7 @@ class Family:
         output_bias: whether the output of attention has a bias if Q, K and V have one by ``attention_bias``.
         sigmoid_router: whether experts are chosen by sigmoids and a bias.
         router_bias: whether a bias takes part in the choice of other routers, too.
+        optional_router_bias: whether files may leave out the bias of the choice, which is then 0.
         epsilon: config.json's name of the norms' ``eps``; ``None`` for the usual one, which follows from the norm.
         norm_offset: number added to the stored weights of RMSNorms, except those within linear attention.
         plain_last_norm: whether it is not added to those of the norm after the last layer, either.
@@ -134,6 +137,7 @@ class Family:
     output_bias: bool = True
     sigmoid_router: bool = False
     router_bias: bool = False
+    optional_router_bias: bool = False
     epsilon: str | None = None
     norm_offset: float = 0.0
     plain_last_norm: bool = False
@@ -522,6 +526,26 @@ FAMILIES: dict[str, Family] = {
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.8,
+        },
+    ),
+    "YoutuForCausalLM": Family(_LAYER | _LATENT_LAYER, structure=LATENT),
+    "MiniCPM3ForCausalLM": Family(
+        _LAYER | _LATENT_LAYER,
+        structure=MINICPM3,
+        defaults={"rms_norm_eps": 1e-5, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
+    ),
+    "AXK1ForCausalLM": Family(
+        _LAYER | _LATENT_LAYER | {"post_mlp_norm": "post_mlp_layernorm"},
+        structure=AXK1,
+        sigmoid_router=True,
+        optional_router_bias=True,
+        defaults={
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
         },
     ),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,

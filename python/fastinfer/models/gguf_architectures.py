@@ -20,6 +20,7 @@ from fastinfer.models.structure import (
     LATENT,
     LAYER_NORMS,
     LFM2,
+    MINICPM3,
     NEMOTRON_H,
     OLMO2,
     QWEN3_NEXT,
@@ -99,6 +100,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4moe": Architecture(mlp_norm="post_attention_norm"),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
+    "minicpm3": Architecture(MINICPM3),
     # Draft heads.
     "eagle3": Architecture(permuted=True, names={"feature_norm": "attn_norm_2", "fc": "fc"}),
     "dflash": Architecture(HEAD_NORMS, names={"hidden_norm": "enc.output_norm", "fc": "fc"}),

@@ -137,6 +137,8 @@ class HFCheckpoint:
         elif part not in PARAMETERS:
             stored += ".weight"
         rows = self._rows(module) if is_bias else None
+        if part == "router_bias" and self._family.optional_router_bias and stored not in self.tensors:
+            return torch.zeros(size)
         values = self._get(stored)
         if expert is not None:
             self._check_stack(stored, values, size if rows is None else rows[1])

@@ -85,6 +85,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         fields.values["hidden_act"] = "gelu_pytorch_tanh"  # which the first files mean
     if name == "Dots1ForCausalLM" and fields.values.get("scoring_func") == "noaux_tc":
         fields.values["scoring_func"] = "sigmoid"  # with a bias for the choice
+    if name == "AXK1ForCausalLM":  # whose code reads neither
+        fields.values |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     stored_layers: StoredLayers = ()
     if family.structure is NEMOTRON_H:
         stored_layers = prepare_nemotron_h(fields)
@@ -105,7 +107,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     windows = () if with_states else attention_windows(fields, name, family, num_layers)
     if name in _SCALED and not (fields.object("rope_parameters") or fields.object("rope_scaling")):
         raise CheckpointFormatError(f"{path}: rope_parameters is missing")
-    latent = latent_attention(fields, size) if family.structure.latent_attention else None
+    latent = latent_attention(fields, family, size) if family.structure.latent_attention else None
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.row_dim
     rope = Rope(fields, family, head_dim, has_windows=any(windows), latent=latent)
@@ -120,7 +122,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     if name == "Glm4MoeForCausalLM" and fields.get("use_qk_norm", bool, False):
         structure = replace(structure, qk_norm="head")
     if latent is not None:
-        structure = replace(structure, interleaved_rope=fields.get("rope_interleave", bool, True))
+        is_interleaved = structure.interleaved_rope and fields.get("rope_interleave", bool, True)
+        structure = replace(structure, interleaved_rope=is_interleaved)
     attention_bias = fields.get("attention_bias", bool, False)
     output_bias = attention_bias and family.output_bias
     if "attention_out_bias" in family.defaults:
@@ -133,7 +136,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     config = ModelConfig(
         architecture=name,
         hidden_size=hidden_size,
-        intermediate_size=size("moe_intermediate_size", 0) or adjusted_intermediate_size(fields, size),
+        intermediate_size=(experts and size("moe_intermediate_size", 0)) or adjusted_intermediate_size(fields, size),
         dense_intermediate_size=size("intermediate_size") if dense else 0,
         shared_intermediate_size=shared_intermediate_size(fields, size),
         num_layers=num_layers,
@@ -181,7 +184,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         return lfm3_config(fields, config)
     if structure is FALCON_H1:
         return replace(config, **falcon_h1_factors(fields, head_dim))
-    return replace(config, **_factors(fields, name, head_dim))
+    return replace(config, **_factors(fields, config))
 
 
 def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
@@ -219,8 +222,9 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "attention_bias", False)
 
 
-def _factors(fields: JsonFields, name: str, head_dim: int) -> dict[str, Any]:
+def _factors(fields: JsonFields, config: ModelConfig) -> dict[str, Any]:
     """Return the factors that families have under names of their own, as fields of the configuration."""
+    name = config.architecture
 
     def factor(key: str, default: float) -> float:
         return fields.get(key, float, default, minimum=1e-6, maximum=1e6)
@@ -231,8 +235,15 @@ def _factors(fields: JsonFields, name: str, head_dim: int) -> dict[str, Any]:
         return {
             "embedding_scale": factor("embedding_multiplier", 1.0),
             "residual_scale": factor("residual_multiplier", 1.0),
-            "attention_scale": factor("attention_multiplier", 1.0 if is_granite else head_dim**-0.5),
+            "attention_scale": factor("attention_multiplier", 1.0 if is_granite else config.head_dim**-0.5),
             "logits_scale": 1.0 / logits_scaling if is_granite else logits_scaling,
+        }
+    if name == "MiniCPM3ForCausalLM":
+        depth = config.num_layers**0.5
+        return {
+            "embedding_scale": factor("scale_emb", 1.0),
+            "residual_scale": factor("scale_depth", depth) / depth,
+            "logits_scale": factor("dim_model_base", config.hidden_size) / config.hidden_size,
         }
     if name == "MuseGlimmerForConditionalGeneration":
         return {

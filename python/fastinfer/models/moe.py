@@ -89,7 +89,7 @@ class MixtureOfExperts:
         shared: expert of all tokens, or ``None``.
         router_norm: norm of the router's input, if it is not that of the experts.
         expert_scale: [experts] fp32, factors of the experts' weights; or ``None``.
-        post_norm: norm of the output, or ``None``.
+        post_norm: norm of the output, that of the shared expert included, or ``None``.
         gated: whether experts have a gate.
         experts_device: device of ``gate_up`` and ``down``, if it is not that of the other weights; ``None`` otherwise.
             The inputs of the experts are copied there, and their outputs back. Their adapters are there, too.
@@ -120,14 +120,14 @@ class MixtureOfExperts:
         routing = self._route(logits)
         away = self.experts_device
         inputs = (x, routing, lora) if away is None else moved((x, routing, lora), away)
-        addend = self.down.own_residual(residual)
+        addend = None if self.post_norm else self.down.own_residual(residual)
         if self.shared is not None:  # before the experts, so that a GPU computes it while a CPU computes them
             addend = self.shared(x, addend, lora)
         out = self._experts(*inputs)
         if away is not None:
             out = moved(out, str(x.device))
-        if self.post_norm is not None:  # of models without a shared expert
-            return self.post_norm(self.down.combine(out, routing, None), residual)
+        if self.post_norm is not None:
+            return self.post_norm(self.down.combine(out, routing, addend), residual)
         return self.down.combine(out, routing, addend, residual)
 
     def _route(self, logits: Tensor) -> ops.Routing:

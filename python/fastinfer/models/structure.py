@@ -10,8 +10,8 @@ class Structure:
 
     Attributes:
         norm, norm_bias, pre_norms, post_norms, qk_norm, v_norm, layer_scales, parallel, interleaved_rope,
-            attention_sinks, output_gate, separate_gate, head_gate, normed_embedding, alternating_gate_up: see
-            :class:`fastinfer.models.config.ModelConfig`.
+            attention_sinks, output_gate, separate_gate, head_gate, normed_embedding, alternating_gate_up,
+            experts_post_norm: see :class:`fastinfer.models.config.ModelConfig`.
         scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
         window_period: every n-th layer has full attention, the others a window, in models with windows whose files do
             not say more; 0 for a window in all layers.
@@ -47,6 +47,7 @@ class Structure:
     mamba2: bool = False
     short_convs: bool = False
     latent_attention: bool = False
+    experts_post_norm: bool = False
 
     def config_fields(self, hidden_size: int) -> dict[str, Any]:
         """Return the fields of a :class:`fastinfer.models.config.ModelConfig` that follow from the structure."""
@@ -66,6 +67,7 @@ class Structure:
             "separate_gate",
             "head_gate",
             "normed_embedding",
+            "experts_post_norm",
         )
         scale = hidden_size**0.5 if self.scaled_embedding else 1.0
         return {**{name: getattr(self, name) for name in same}, "embedding_scale": scale}
@@ -126,3 +128,5 @@ GPT_OSS = Structure(attention_sinks=True, alternating_gate_up=True, window_perio
 GRANITE_SWA = Structure(attention_sinks=True)
 MUSE_GLIMMER = Structure(post_norms=True, qk_norm="unit", output_gate=True, separate_gate=True, normed_embedding=True)
 LATENT = Structure(latent_attention=True, interleaved_rope=True)
+MINICPM3 = Structure(latent_attention=True)
+AXK1 = replace(LATENT, experts_post_norm=True)

@@ -53,10 +53,12 @@ def _joined(output: Output | None, norm: Norm) -> tuple[Any, Any]:
 
 
 def _last_output(layer: DecoderLayer) -> Output | None:
-    """Return what a layer ends with; None for an MLP beside experts, which ends with a norm."""
+    """Return what a layer ends with; None for experts that end with a norm, perhaps with an MLP beside them."""
     if layer.mlp is None:
         return layer.attention.output
-    return None if isinstance(layer.mlp, MLPBesideExperts) else layer.mlp.down
+    if isinstance(layer.mlp, MLPBesideExperts) or (isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.post_norm):
+        return None
+    return layer.mlp.down
 
 
 def _with_last_output(layer: DecoderLayer, output: Any) -> DecoderLayer:
