@@ -61,7 +61,8 @@ TARGETS = tuple(dict.fromkeys([name.rpartition(".")[2] for name in _LAYER] + [*_
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 _MODULE = re.compile(
-    r"(?:(?:model\.language_model|language_model\.model|model|transformer)\.)?(?:layers|h)\.(?P<layer>\d{1,4})\."
+    r"(?:(?:(?:thinker\.)?model(?:\.language_model|\.text_model)?|language_model\.model|transformer)\.)?"
+    r"(?:layers|h)\.(?P<layer>\d{1,4})\."
     r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_experts?\.\w+|\w+))"
 )
 # PEFT saves the weight to which an adapter of lm_head belongs, too. An adapter does not change it.

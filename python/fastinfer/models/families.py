@@ -548,6 +548,19 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "AriaTextForCausalLM": Family(
+        _LAYER | {"router": "mlp.router"},
+        # The width is that of an expert.
+        aliases={
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_topk",
+            "n_shared_experts": "moe_num_shared_experts",
+            "moe_intermediate_size": "intermediate_size",
+        },
+        defaults={"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2, "norm_topk_prob": True},
+        stacked={"gate_proj": "fc1.weight", "up_proj": "fc1.weight", "down_proj": "fc2.weight"},
+        stacked_order="in_out",
+    ),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     # The rows of the matrices of linear attention are ordered by key head.
     "Qwen3NextForCausalLM": replace(

@@ -15,6 +15,7 @@ from fastinfer.formats.linear_tensors import DENSE_DTYPES, ExpertTensors, Linear
 from fastinfer.formats.mxfp4 import MXFP4_GROUP, MXFP4Experts
 from fastinfer.formats.quantized_checkpoint import CheckpointFormat, PackedSizes, parse_quantization_config, read_with
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
+from fastinfer.formats.text_fields import text_fields
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import (
     ModelPart,
@@ -362,7 +363,7 @@ class HFCheckpoint:
                     f"{self.config.architecture}"
                 )
             return {**self._fields.get("quantization", dict), "quant_method": "mlx"}
-        for place in (self._fields, self._fields.object("text_config")):
+        for place in (self._fields, text_fields(self._fields)):
             if place is not None and (settings := place.object("quantization_config")) is not None:
                 return settings.values
         path = self.path / MODELOPT_CONFIG
@@ -380,6 +381,8 @@ class HFCheckpoint:
             ("backbone.", ""),
             ("model.language_model.", ""),
             ("language_model.model.", "language_model."),
+            ("model.text_model.", ""),
+            ("thinker.model.", "thinker."),
         ]
         found = (pair for pair in candidates if any(name.startswith(pair[0] + layers) for name in self.tensors.names))
         decoder, head = next(found, candidates[0])
@@ -399,7 +402,7 @@ class HFCheckpoint:
 
     def _check_output_layer(self) -> None:
         """Refuse a checkpoint without the output layer that it says to have."""
-        places = [self._fields, self._fields.object("text_config")]
+        places = [self._fields, text_fields(self._fields)]
         said = [place.get("tie_word_embeddings", bool, None) for place in places if place is not None]
         if False in said and True not in said and "lm_head" not in self:
             raise CheckpointFormatError(

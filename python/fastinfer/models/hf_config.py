@@ -6,6 +6,7 @@ from typing import Any
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.formats.text_fields import text_fields
 from fastinfer.models.config import MAX_LAYERS, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.hf_experts import num_experts, router, shared_intermediate_size
@@ -25,6 +26,7 @@ from fastinfer.models.hf_states import (
     linear_attention,
     short_conv,
 )
+from fastinfer.models.hf_text_parts import TEXT_PARTS, text_part
 from fastinfer.models.state_config import StateConfig
 from fastinfer.models.stored_layers import StoredLayers
 from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, NEMOTRON_H
@@ -35,19 +37,33 @@ _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", 
 _ROPE_BY_LAYER = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
 
 
-def family_of(fields: JsonFields) -> tuple[str, Family]:
-    """Find the name and the family of the architecture.
+def family_of(fields: JsonFields) -> tuple[str, JsonFields]:
+    """Find the name of the family, and the fields of its model, which may be a part of the file's.
 
     Raises:
         UnsupportedModelError: the architecture is not implemented.
+        CheckpointFormatError: a value is missing.
     """
     names = fields.get("architectures", list, [])
     name = str(names[0]) if names else f"model_type {fields.get('model_type', str, 'none')!r}"
+    if (part := text_part(fields, name)) is not None:
+        return part
     if name not in FAMILIES:
         raise UnsupportedModelError(
-            f"{fields.path}: architecture {name} is not implemented; supported are {', '.join(FAMILIES)}"
+            f"{fields.path}: architecture {name} is not implemented; supported are "
+            f"{', '.join((*FAMILIES, *TEXT_PARTS))}"
         )
-    return name, FAMILIES[name]
+    text = text_fields(fields)  # of models that have images, too
+    if text is None:
+        return name, fields
+    kind = text.get("model_type", str, None)
+    if name == "Mistral3ForConditionalGeneration" and kind in ("mistral4", "ministral3"):
+        name = f"{kind.capitalize()}ForCausalLM"
+    elif name == "Mistral3ForConditionalGeneration" and kind not in (None, "mistral"):
+        raise UnsupportedModelError(
+            f"{fields.path}: text_config.model_type must be mistral, ministral3 or mistral4, got {kind!r:.80}"
+        )
+    return name, text
 
 
 def read_hf_config(path: Path) -> ModelConfig:
@@ -63,18 +79,8 @@ def read_hf_config(path: Path) -> ModelConfig:
 def parse_hf_config(fields: JsonFields) -> ModelConfig:
     """Parse the fields of ``config.json``; raises the same as :func:`read_hf_config`."""
     path = fields.path
-    name, family = family_of(fields)
-    text = fields.object("text_config")  # of models that have images, too
-    if text is not None:
-        fields = text
-        kind = fields.get("model_type", str, None)
-        if name == "Mistral3ForConditionalGeneration" and kind in ("mistral4", "ministral3"):
-            name = f"{kind.capitalize()}ForCausalLM"
-            family = FAMILIES[name]
-        elif name == "Mistral3ForConditionalGeneration" and kind not in (None, "mistral"):
-            raise UnsupportedModelError(
-                f"{path}: text_config.model_type must be mistral, ministral3 or mistral4, got {kind!r:.80}"
-            )
+    name, fields = family_of(fields)
+    family = FAMILIES[name]
     fields.values = {**family.defaults, **fields.values}
     fields.values |= {usual: fields.values[own] for usual, own in family.aliases.items() if own in fields.values}
     if name == "GPT2LMHeadModel":
@@ -197,6 +203,9 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "use_bidirectional_attention", False)
     if name.startswith(("Qwen3_5Moe", "Qwen3VLMoe")):
         require(fields, "norm_topk_prob", True)
+    if name == "AriaTextForCausalLM":
+        require(fields, "hidden_act", "silu")  # that of its experts, whatever the file says
+        require(fields, "mlp_bias", False)
     if name == "CohereForCausalLM":
         require(fields, "use_qk_norm", False)
     if name == "ArceeForCausalLM":
