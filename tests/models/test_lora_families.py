@@ -104,6 +104,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3-next",
         {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"], "target_parameters": FUSED, "r": 3},
     ),
+    "linear attention without norms of its inputs elsewhere": (
+        "olmo-hybrid",
+        {
+            "target_modules": ["q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_proj", "up_proj"],
+            "r": 3,
+        },
+    ),
     "short convolutions": (
         "lfm2-biases",
         {"target_modules": ["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"], "r": 3},

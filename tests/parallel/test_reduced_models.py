@@ -44,6 +44,7 @@ FAMILIES = [
     "gpt-oss",
     "granite-moe-shared",
     "qwen3-next",
+    "olmo-hybrid",
     "lfm2-biases",
     "nemotron-h-dense",
     "falcon-h1",

@@ -92,7 +92,7 @@ def check_same_logits(path: Path, size: int, dtype: str) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("family", ["olmo2", "minimax-m2"])
+@pytest.mark.parametrize("family", ["olmo2", "minimax-m2", "olmo-hybrid"])
 def test_norm_of_all_heads(family: str, tmp_path: Path) -> None:
     check_same(family, 2, "auto", tmp_path)
     with pytest.raises(RequestError, match="tensor_parallel_size must be at most 2 for this model"):

@@ -58,6 +58,7 @@ FAMILIES = [
     "glm4-moe",
     "minimax-m2",
     "qwen3-next",
+    "olmo-hybrid",
     "lfm2",
     "lfm3",
     "granite-hybrid",

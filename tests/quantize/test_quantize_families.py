@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3.5-few": {"linear_num_value_heads": 6},
     "qwen3.5-moe": SHARED,
     "qwen3-next": SHARED,
+    "olmo-hybrid": {},
     "lfm2": {},
     "lfm2-biases": {},
     "lfm3": {"num_attention_heads": 8},
@@ -58,7 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Stay dense: what chooses experts, gates of heads, matrices that latent attention applies transposed, convolutions.
 DENSE = ("embed", "lm_head", "router", ".gate.", "expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba", "kv_b_proj")
-DENSE += ("conv1d", "conv.conv")
+DENSE += ("conv1d", "conv.conv", "a_proj.", "b_proj.")
 
 
 def texts() -> list[list[int]]:

@@ -73,6 +73,14 @@ FEW = {
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
+OLMO_HYBRID = {
+    "num_hidden_layers": 6,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full", "linear")],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+}
 LFM2 = {
     "num_hidden_layers": 6,
     "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
@@ -240,6 +248,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         LFM3
         | {"conv_bias": True, "conv_L_cache": 3, "use_sandwich_norm": False, "use_attention_gate": False}
         | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "tie_word_embeddings": False},
+    ),
+    "olmo-hybrid": ("OlmoHybrid", OLMO_HYBRID | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
+    "olmo-hybrid-plain": (
+        "OlmoHybrid",
+        OLMO_HYBRID | {"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3, "attention_bias": True},
     ),
     "qwen3.5": ("Qwen3_5", LINEAR),
     "qwen3.5-few": ("Qwen3_5", LINEAR | FEW),

@@ -30,6 +30,9 @@ _LAYER = {
         f"linear_attn.{name}": name
         for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba", "out_proj")
     },
+    **{f"linear_attn.{name}_proj": f"in_proj_{name}" for name in ("q", "k", "v", "a", "b")},  # OLMo Hybrid
+    "linear_attn.g_proj": "in_proj_z",
+    "linear_attn.o_proj": "out_proj",
     **{f"{owner}.{name}": name for owner in ("mamba", "conv", "mixer") for name in ("in_proj", "out_proj")},
     "self_attn.out_proj": "o_proj",  # LFM2
     "self_attn.g_proj": "output_gate",  # LFM3

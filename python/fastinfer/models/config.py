@@ -152,6 +152,7 @@ class ModelConfig:
         pre_norms: whether the inputs of attention and MLP are normalised.
         post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
             stream.
+        state_pre_norms: whether that is so in layers without a state alone, and the others have norms of the inputs.
         qk_norm: whether Q and K are normalised before they are rotated: ``"none"``, ``"head"`` for each head by itself,
             ``"all"`` for all heads of a token together, or ``"unit"`` for each head without a weight.
         query_scale: factor of Q after such a norm without a weight.
@@ -224,6 +225,7 @@ class ModelConfig:
     norm_bias: bool = True
     pre_norms: bool = True
     post_norms: bool = False
+    state_pre_norms: bool = False
     qk_norm: str = "none"
     query_scale: float = 1.0
     v_norm: bool = False
@@ -374,6 +376,14 @@ class ModelConfig:
     def mlp_size(self, layer: int) -> int:
         """Return the width of a layer's MLP, or of each of its experts."""
         return self.dense_intermediate_size if layer in self.dense_layers else self.intermediate_size
+
+    def has_pre_norms(self, layer: int) -> bool:
+        """Return whether the inputs of a layer's attention and MLP are normalised."""
+        return self.pre_norms or (self.state_pre_norms and self.has_state(layer))
+
+    def has_post_norms(self, layer: int) -> bool:
+        """Return whether the outputs of a layer's attention and MLP are normalised."""
+        return self.post_norms and not (self.state_pre_norms and self.has_state(layer))
 
     def has_state(self, layer: int) -> bool:
         """Return whether a layer has a state instead of keys and values."""

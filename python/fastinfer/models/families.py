@@ -27,6 +27,7 @@ from fastinfer.models.structure import (
     MUSE_GLIMMER,
     NEMOTRON_H,
     OLMO2,
+    OLMO_HYBRID,
     POST_NORMS,
     QWEN3_NEXT,
     Structure,
@@ -100,6 +101,8 @@ class Family:
 
     Attributes:
         layer: the project's names of a layer's parts, with the checkpoint's names.
+        other_names: other names of parts, which files have in the place of these.
+        conv_parts: names of the filters of queries, keys and values, in files that do not have them as one tensor.
         expert: the same for the parts of an expert.
         top: the same for tensors outside the layers, and ``layers`` for the layers themselves.
         prefix: prefix of all names, which some checkpoints leave out.
@@ -144,6 +147,8 @@ class Family:
     transposed: bool = False
     stacked: Mapping[str, str] = field(default_factory=dict)
     stacked_order: str = "out_in"
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    conv_parts: tuple[str, ...] = ()
 
 
 _GEMMA2 = Family(
@@ -411,6 +416,24 @@ FAMILIES: dict[str, Family] = {
     "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(_OLMO2, defaults={**_OLMO2.defaults, **_SLIDING, "rope_theta": 5e5}),
+    "OlmoHybridForCausalLM": Family(
+        {
+            **_OLMO2.layer,
+            "mlp_norm": "post_attention_layernorm",
+            **{name: stored for name, stored in _LINEAR_LAYER.items() if not name.startswith("in_proj_")},
+            **{f"in_proj_{name}": f"linear_attn.{name}_proj" for name in ("q", "k", "v", "a", "b")},
+            "in_proj_z": "linear_attn.g_proj",
+            "gated_norm": "linear_attn.o_norm",
+            "out_proj": "linear_attn.o_proj",
+        },
+        structure=OLMO_HYBRID,
+        defaults={"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
+        other_names={
+            "attention_norm": "attention_layer_norm",
+            **dict.fromkeys(("mlp_norm", "post_attention_norm"), "feedforward_layer_norm"),
+        },
+        conv_parts=tuple(f"linear_attn.{name}_conv1d" for name in ("q", "k", "v")),
+    ),
     "Exaone4ForCausalLM": replace(_OLMO2, structure=EXAONE4, defaults={**_OLMO2.defaults, **_SLIDING}),
     "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, **_SLIDING}),

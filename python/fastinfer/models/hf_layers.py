@@ -61,7 +61,8 @@ def state_layers(fields: JsonFields, family: Family, num_layers: int) -> tuple[b
     period = family.structure.linear_period
     if not period:
         return ()
-    require(fields, "attn_output_gate", True)
+    if family.structure.output_gate:
+        require(fields, "attn_output_gate", True)
     period = fields.get("full_attention_interval", int, period, minimum=1)
     linear = "linear_attention"
     default = [linear if (layer + 1) % period else FULL for layer in range(num_layers)]

@@ -9,9 +9,9 @@ class Structure:
     """Structure of a family's layers.
 
     Attributes:
-        norm, norm_bias, pre_norms, post_norms, qk_norm, v_norm, layer_scales, parallel, interleaved_rope,
-            attention_sinks, output_gate, separate_gate, head_gate, normed_embedding, alternating_gate_up,
-            experts_post_norm: see :class:`fastinfer.models.config.ModelConfig`.
+        norm, norm_bias, pre_norms, post_norms, state_pre_norms, qk_norm, v_norm, layer_scales, parallel,
+            interleaved_rope, attention_sinks, output_gate, separate_gate, head_gate, normed_embedding,
+            alternating_gate_up, experts_post_norm: see :class:`fastinfer.models.config.ModelConfig`.
         scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
         window_period: every n-th layer has full attention, the others a window, in models with windows whose files do
             not say more; 0 for a window in all layers.
@@ -28,6 +28,7 @@ class Structure:
     norm_bias: bool = True
     pre_norms: bool = True
     post_norms: bool = False
+    state_pre_norms: bool = False
     qk_norm: str = "none"
     v_norm: bool = False
     layer_scales: bool = False
@@ -56,6 +57,7 @@ class Structure:
             "norm_bias",
             "pre_norms",
             "post_norms",
+            "state_pre_norms",
             "qk_norm",
             "v_norm",
             "layer_scales",
@@ -108,6 +110,7 @@ GEMMA3 = replace(GEMMA2, qk_norm="head", window_period=6)
 GEMMA4 = replace(GEMMA3, v_norm=True, layer_scales=True)
 # Also OLMo 3.
 OLMO2 = Structure(pre_norms=False, post_norms=True, qk_norm="all", window_period=4, only_full_scaled=True)
+OLMO_HYBRID = Structure(pre_norms=False, post_norms=True, state_pre_norms=True, qk_norm="all", linear_period=4)
 EXAONE4 = replace(OLMO2, qk_norm="head", only_full_scaled=False, only_windows_rotate=True)
 GRANITE_HYBRID = Structure(mamba2=True)
 NEMOTRON_H = Structure(mamba2=True)
