@@ -171,6 +171,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "weights of experts' inputs": (
+        "llama4",
+        {
+            "target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            "r": 3,
+        },
+    ),
     "latent attention and norms of experts": (
         "axk1",
         {

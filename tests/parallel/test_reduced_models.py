@@ -42,6 +42,7 @@ FAMILIES = [
     "mixtral",
     "qwen2-moe",
     "gpt-oss",
+    "llama4",
     "granite-moe-shared",
     "qwen3-next",
     "olmo-hybrid",

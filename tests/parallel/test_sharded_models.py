@@ -39,6 +39,7 @@ DIVIDED = [
     "qwen2-moe",
     "gpt-oss",
     "glm4-moe",
+    "llama4",
     "granite-moe-shared",
     "qwen3-next",
     "qwen3.5-few",

@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": LATENT,
     "axk1": LATENT,
     "gpt-oss": {"intermediate_size": 96},
+    "llama4": {"intermediate_size": 64, "intermediate_size_mlp": 96},
     "granite-moe": {},
     "granite-moe-shared": {"shared_intermediate_size": 96},
     "granite-moe-swa": {"shared_intermediate_size": 96},
@@ -94,7 +95,7 @@ def round_weights(model: Any, bits: int) -> list[str]:
         return round_to_nearest(matrix, bits, GROUP).dequantize()
 
     kept = []
-    is_transposed = type(model).__name__ == "GptOssForCausalLM"
+    is_transposed = type(model).__name__ in ("GptOssForCausalLM", "Llama4ForCausalLM")
     with torch.no_grad():
         for name, values in model.named_parameters():
             if values.dim() < 2 or name.endswith("_bias") or any(part in name for part in DENSE):

@@ -81,6 +81,16 @@ OLMO_HYBRID = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 48,
 }
+LLAMA4 = {
+    "head_dim": 32,
+    "num_hidden_layers": 5,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 180,
+    "rope_parameters": LLAMA3,
+}
 LFM2 = {
     "num_hidden_layers": 6,
     "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
@@ -254,6 +264,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoHybrid",
         OLMO_HYBRID | {"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3, "attention_bias": True},
     ),
+    "llama4": ("Llama4", LLAMA4 | {"floor_scale": 200, "interleave_moe_layer_step": 2}),
+    "llama4-plain": (
+        "Llama4",
+        LLAMA4
+        | {"use_qk_norm": False, "attn_temperature_tuning": False, "moe_layers": [0, 2, 3], "attention_bias": True},
+    ),
     "qwen3.5": ("Qwen3_5", LINEAR),
     "qwen3.5-few": ("Qwen3_5", LINEAR | FEW),
 }
@@ -374,7 +390,7 @@ def make_model(family: str, seed: int = 0, **more: Any) -> Any:
     """A model in fp32; weights that start as ones or zeros are random, too, or a mistake with them would not show."""
     name, changes = FAMILIES[family]
     sizes = {} if name == "GPT2" else SIZES
-    text = "Text" if name.startswith("Qwen3_5") else ""
+    text = "Text" if name.startswith(("Qwen3_5", "Llama4")) else ""
     config = getattr(transformers, f"{name}{text}Config")(**(sizes | changes | more))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)

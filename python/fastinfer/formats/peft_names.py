@@ -41,6 +41,8 @@ _LAYER = {
     "feed_forward.w3": "up_proj",
     "feed_forward.w2": "down_proj",
     "feed_forward.gate": "router",
+    "feed_forward.router": "router",  # Llama 4
+    **{f"feed_forward.shared_expert.{name}": f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
     # Nemotron-H
     **{f"mixer.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")},
     **{f"mixer.shared_experts.{name}": f"shared_expert.{name}" for name in ("up_proj", "down_proj")},

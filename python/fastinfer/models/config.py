@@ -25,6 +25,7 @@ class RouterConfig:
         num_groups, top_groups: number of groups of experts, and of those that the experts are chosen from.
         renormalize: whether the weights of the chosen experts are divided by their sum.
         scale: factor of the weights.
+        scales_inputs: whether a token's only expert gets its input times the weight, and its output has none.
     """
 
     scoring: str = "softmax"
@@ -33,6 +34,7 @@ class RouterConfig:
     top_groups: int = 1
     renormalize: bool = True
     scale: float = 1.0
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class ModelConfig:
         state_pre_norms: whether that is so in layers without a state alone, and the others have norms of the inputs.
         qk_norm: whether Q and K are normalised before they are rotated: ``"none"``, ``"head"`` for each head by itself,
             ``"all"`` for all heads of a token together, or ``"unit"`` for each head without a weight.
+        unnormed_layers: the layers where they are not.
         query_scale: factor of Q after such a norm without a weight.
         v_norm: whether each head of V is normalised, without a weight.
         tied_kv_layers: the layers whose values are their keys, before norm and rotation.
@@ -227,6 +230,7 @@ class ModelConfig:
     post_norms: bool = False
     state_pre_norms: bool = False
     qk_norm: str = "none"
+    unnormed_layers: frozenset[int] = frozenset()
     query_scale: float = 1.0
     v_norm: bool = False
     tied_kv_layers: frozenset[int] = frozenset()

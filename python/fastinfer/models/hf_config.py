@@ -17,6 +17,7 @@ from fastinfer.models.hf_gpt2 import gpt2_config
 from fastinfer.models.hf_latent import latent_attention
 from fastinfer.models.hf_layers import attention_windows, dense_layers, state_layers, unrotated_layers
 from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
+from fastinfer.models.hf_llama4 import llama4_config, prepare_llama4
 from fastinfer.models.hf_nemotron import nemotron_h_mamba2, prepare_nemotron_h
 from fastinfer.models.hf_olmo_hybrid import olmo_hybrid_config, prepare_olmo_hybrid
 from fastinfer.models.hf_rope import Rope
@@ -30,7 +31,7 @@ from fastinfer.models.hf_states import (
 from fastinfer.models.hf_text_parts import TEXT_PARTS, text_part
 from fastinfer.models.state_config import StateConfig
 from fastinfer.models.stored_layers import StoredLayers
-from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, NEMOTRON_H, OLMO_HYBRID
+from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, LLAMA4, NEMOTRON_H, OLMO_HYBRID
 
 # Families that scale rotations where their files do not say how.
 _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", "CwmForCausalLM")
@@ -105,6 +106,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         prepare_lfm3(fields)
     elif family.structure is OLMO_HYBRID:
         prepare_olmo_hybrid(fields)
+    elif family.structure is LLAMA4:
+        prepare_llama4(fields)
     size = Sizes(fields)
     hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
     num_layers = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
@@ -191,6 +194,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         return gemma4_config(fields, config)
     if family.structure is LFM3:
         return lfm3_config(fields, config)
+    if structure is LLAMA4:
+        return llama4_config(fields, config)
     if structure is OLMO_HYBRID:
         return olmo_hybrid_config(fields, config)
     if structure is FALCON_H1:

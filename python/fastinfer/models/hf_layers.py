@@ -74,7 +74,7 @@ def unrotated_layers(
     fields: JsonFields, name: str, family: Family, windows: tuple[int, ...], num_layers: int
 ) -> frozenset[int]:
     """Return the layers whose queries and keys are not rotated."""
-    if name == "SmolLM3ForCausalLM":
+    if name in ("SmolLM3ForCausalLM", "Llama4ForCausalLM"):
         return _smollm3_unrotated_layers(fields, num_layers)
     # Without any window, too: Cohere 2 rotates what has a window, EXAONE 4 all layers if there is no length of one.
     is_exaone = name == "Exaone4ForCausalLM" and fields.values.get("sliding_window") is not None
@@ -99,7 +99,7 @@ def _muse_glimmer_full_layers(num_layers: int) -> frozenset[int]:
 def _smollm3_unrotated_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
     interval = fields.get("no_rope_layer_interval", int, 4, minimum=1)
     default = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    rotates = fields.get("no_rope_layers", list, default)
+    rotates = fields.get("no_rope_layers", list, None) or default
     if len(rotates) != num_layers or not all(flag in (0, 1) for flag in rotates):
         raise CheckpointFormatError(
             f"{fields.path}: no_rope_layers: expected {num_layers} numbers 0 or 1, got {rotates!r:.80}"

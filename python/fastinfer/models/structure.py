@@ -130,6 +130,7 @@ COHERE = Structure(
 GPT_OSS = Structure(attention_sinks=True, alternating_gate_up=True, window_period=2)
 GRANITE_SWA = Structure(attention_sinks=True)
 MUSE_GLIMMER = Structure(post_norms=True, qk_norm="unit", output_gate=True, separate_gate=True, normed_embedding=True)
+LLAMA4 = Structure(interleaved_rope=True)
 LATENT = Structure(latent_attention=True, interleaved_rope=True)
 MINICPM3 = Structure(latent_attention=True)
 AXK1 = replace(LATENT, experts_post_norm=True)
