@@ -38,6 +38,15 @@ _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", 
 # Families whose files may have a rotary base for each layer.
 _ROPE_BY_LAYER = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
 
+_CHANNEL_GATES = "a delta rule with a gate for each channel"
+# What architectures need that is not computed.
+_MISSING = {
+    "BailingHybridForCausalLM": _CHANNEL_GATES,
+    "KimiLinearForCausalLM": _CHANNEL_GATES,
+    "MistralLarge4ForConditionalGeneration": "attention to chosen tokens, and latents that layers share",
+    "PaliGemmaForConditionalGeneration": "attention in both directions within a prompt",
+}
+
 
 def family_of(fields: JsonFields) -> tuple[str, JsonFields]:
     """Find the name of the family, and the fields of its model, which may be a part of the file's.
@@ -51,6 +60,10 @@ def family_of(fields: JsonFields) -> tuple[str, JsonFields]:
     if (part := text_part(fields, name)) is not None:
         return part
     if name not in FAMILIES:
+        if name in _MISSING:
+            raise UnsupportedModelError(
+                f"{fields.path}: architecture {name} needs {_MISSING[name]}, which is not implemented"
+            )
         raise UnsupportedModelError(
             f"{fields.path}: architecture {name} is not implemented; supported are "
             f"{', '.join((*FAMILIES, *TEXT_PARTS))}"
