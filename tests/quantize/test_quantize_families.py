@@ -60,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Stay dense: what chooses experts, gates of heads, matrices that latent attention applies transposed, convolutions.
 DENSE = ("embed", "lm_head", "router", ".gate.", "expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba", "kv_b_proj")
-DENSE += ("conv1d", "conv.conv", "a_proj.", "b_proj.")
+DENSE += ("conv1d", "conv.conv", "linear_attn.a_proj", "linear_attn.b_proj")
 
 
 def texts() -> list[list[int]]:
