@@ -9,7 +9,7 @@ namespace {
 Tensor gated_delta_rule(const Output& output, const Tensor& qkv, const Tensor& z, const Tensor& a, const Tensor& b,
                         const Tensor& a_log, const Tensor& dt_bias, const Tensor& norm_weight, double eps,
                         const Tensor& recurrent_state, const Tensor& query_start, const Tensor& state_reads,
-                        const Tensor& state_writes) {
+                        const Tensor& state_writes, double beta_scale) {
   const Checks check("gated_delta_rule", qkv);
   check.shape(qkv, "qkv", {kAny, kAny});
   check.rows_contiguous(qkv, "qkv");
@@ -55,6 +55,7 @@ Tensor gated_delta_rule(const Output& output, const Tensor& qkv, const Tensor& z
       .key_dim = key_dim,
       .value_dim = value_dim,
       .eps = static_cast<float>(eps),
+      .beta_scale = static_cast<float>(beta_scale),
       .dtype = dtype,
       .a_dtype = check.fp32_or(dtype, a, "a"),
       .b_dtype = check.fp32_or(dtype, b, "b"),

@@ -93,7 +93,8 @@ __device__ void prepare(const GatedDeltaRuleParams& p, Prepared<kRows>& shared, 
   const float step = load_float_or<T>(p.a, p.a_dtype, token * p.a_stride + head) + p.dt_bias[head];
   const float softplus = fmaxf(step, 0.0f) + log1pf(expf(-fabsf(step)));
   shared.decay[i] = expf(-expf(p.a_log[head]) * softplus);
-  shared.beta[i] = 1.0f / (1.0f + expf(-load_float_or<T>(p.b, p.b_dtype, token * p.b_stride + head)));
+  const float write = load_float_or<T>(p.b, p.b_dtype, token * p.b_stride + head);
+  shared.beta[i] = p.beta_scale * (1.0f / (1.0f + expf(-write)));
   shared.key_query[i] = product * q_scale * k_scale;
   shared.writes[i] = p.slots.writes[token];
 }

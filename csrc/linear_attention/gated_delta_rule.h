@@ -1,5 +1,5 @@
 // The gated delta rule with what surrounds it in a layer. Per value head, with its key head's q and k scaled to length
-// 1, S [key_dim, value_dim], decay = exp(-exp(a_log) softplus(a + dt_bias)) and beta = sigmoid(b):
+// 1, S [key_dim, value_dim], decay = exp(-exp(a_log) softplus(a + dt_bias)) and beta = beta_scale sigmoid(b):
 //   d = beta (v - decay S^T k),  o = (decay S^T q + d (k . q)) / sqrt(key_dim),  S = decay S + k d^T,
 //   out = o / sqrt(mean(o^2) + eps) * norm_weight * silu(z).
 // d and o need the state of the token before alone, so that one sweep over it computes both.
@@ -39,6 +39,7 @@ struct GatedDeltaRuleParams {
   int64_t key_dim;
   int64_t value_dim;
   float eps;
+  float beta_scale;
   DType dtype;  // of qkv, z and out
   DType a_dtype;
   DType b_dtype;

@@ -144,7 +144,8 @@ class Head {
     key_query_[i] = dot(key, query, dim);
     const float step = load_float(p_.a, p_.a_dtype, token * p_.a_stride + head_) + p_.dt_bias[head_];
     decay_[i] = std::exp(-std::exp(p_.a_log[head_]) * softplus(step));
-    beta_[i] = 1.0f / (1.0f + std::exp(-load_float(p_.b, p_.b_dtype, token * p_.b_stride + head_)));
+    const float write = load_float(p_.b, p_.b_dtype, token * p_.b_stride + head_);
+    beta_[i] = p_.beta_scale * (1.0f / (1.0f + std::exp(-write)));
   }
 
   // `slot` has the state before the first token; -1: scratch memory has it.

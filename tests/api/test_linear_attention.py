@@ -19,7 +19,7 @@ PROMPTS = [[(11 * i + 7 * j) % 256 for j in range(length)] for i, length in enum
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "lfm3", "granite-hybrid-dense", "falcon-h1"])
+@pytest.fixture(scope="module", params=["qwen3.5", "olmo-hybrid", "lfm2", "lfm3", "granite-hybrid-dense", "falcon-h1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("models") / "tiny", request.param)
 
@@ -73,6 +73,7 @@ def test_memory(folder: Path) -> None:
     config = HFCheckpoint(folder).config
     states = {
         "Qwen3_5ForCausalLM": 6 * (3 * (2 * 2 * 16 + 6 * 48) * 4 + 6 * 16 * 48 * 4),
+        "OlmoHybridForCausalLM": 4 * (3 * (2 * 2 * 32 + 6 * 48) * 4 + 6 * 32 * 48 * 4),
         "Lfm2ForCausalLM": 4 * 2 * 64 * 4,
         "Lfm3ForCausalLM": 5 * 6 * 64 * 4,
         "GraniteMoeHybridForCausalLM": 4 * (3 * (4 * 32 + 2 * 48) * 4 + 4 * 48 * 32 * 4),

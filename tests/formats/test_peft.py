@@ -115,6 +115,23 @@ def test_settings_that_change_nothing(settings: dict[str, Any], folder: Path) ->
     assert len(read_adapter(folder).weights) == CONFIG.num_layers * len(MODULES)
 
 
+@pytest.mark.parametrize(
+    "owner",
+    ["model.", "model.language_model.", "language_model.model.", "model.text_model.", "thinker.model.language_model."],
+)
+def test_names_within_models_with_images(owner: str, folder: Path) -> None:
+    expected = read_adapter(folder).weights
+    file = folder / "adapter_model.safetensors"
+    save_file(
+        {
+            name.replace("base_model.model.model.", f"base_model.model.{owner}"): values
+            for name, values in load_file(file).items()
+        },
+        file,
+    )
+    assert read_adapter(folder).weights.keys() == expected.keys()
+
+
 def test_names_of_a_model_without_a_head(folder: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file(

@@ -80,6 +80,8 @@ FAMILIES = (
     "deepseek-v3-mscale",
     "mistral4-mscale",
     "glm4-moe-lite",
+    "youtu-plain",
+    "minicpm3-plain",
     "qwen3.5",
     "qwen3.5-moe",
     "qwen3-next-plain",

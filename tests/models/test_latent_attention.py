@@ -31,6 +31,10 @@ LATENT_FAMILIES = [
     "deepseek-v3-plain",
     "glm4-moe-lite",
     "mistral4",
+    "youtu",
+    "youtu-plain",
+    "minicpm3",
+    "axk1",
 ]
 
 
@@ -191,6 +195,50 @@ def test_a_bias_of_the_choice_says_that_scores_are_sigmoids(tmp_path: Path) -> N
         file = GGUFFile(tmp_path / "model.gguf")
         file.metadata.pop("deepseek2.expert_gating_func")
         assert GGUFCheckpoint(file).config.router.scoring == scoring
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3-plain", "axk1"])
+def test_a_bias_of_the_choice_that_is_missing(family: str, tmp_path: Path) -> None:
+    """A.X K1's published files have none, though they have a norm of each layer that its dense layers do not use."""
+    model = make_model(family)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    if family == "axk1":
+        assert "model.layers.3.post_mlp_layernorm.weight" in tensors
+        tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.zeros(96)
+    save_file({name: values for name, values in tensors.items() if not name.endswith("correction_bias")}, file)
+    if family != "axk1":
+        with pytest.raises(FastinferError, match="e_score_correction_bias' is missing"):
+            load(tmp_path)
+        return
+    got = log_probabilities(load(tmp_path), some_tokens(), "float32")
+    assert (got - expected(model, some_tokens())).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("axk1", {"scoring_func": "softmax", "topk_method": "greedy", "first_k_dense_replace": 0}),
+        ("minicpm3", {"rope_interleave": True, "n_routed_experts": None}),
+        ("youtu", {"moe_intermediate_size": 40}),
+    ],
+)
+def test_settings_that_its_code_does_not_read(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    usual = read_hf_config(changed(tmp_path, family))
+    assert read_hf_config(changed(tmp_path, family, **changes)) == usual
+
+
+def test_factors_of_minicpm3_that_are_null(tmp_path: Path) -> None:
+    path = changed(tmp_path, "minicpm3")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scale_depth": None, "dim_model_base": None}))
+    config = read_hf_config(path)
+    assert (config.embedding_scale, config.residual_scale, config.logits_scale) == (3.0, 1.0, 1.0)
+    config = read_hf_config(changed(tmp_path, "minicpm3", scale_emb=None, scale_depth=None, dim_model_base=None))
+    assert (config.embedding_scale, config.residual_scale, config.logits_scale) == (12.0, 0.7, 256 / 96)
 
 
 def test_groups_of_softmax_scores_in_a_gguf_file_are_refused(tmp_path: Path) -> None:

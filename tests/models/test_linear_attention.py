@@ -1,6 +1,8 @@
 """Models with layers of linear attention: the logits of transformers, and what is refused."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.families import FAMILIES, SIZES, load, make_model, some_tokens
+from support.mixed_decoder import CONFIG
+from support.random_checkpoint import RandomCheckpoint, int8
 from support.teacher_forcing import log_probabilities
 from torch import Tensor
 
 from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
+from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.models.config import Precision
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import read_hf_config
+from fastinfer.models.loader import load_decoder
 from fastinfer.models.state_config import LinearAttentionConfig
 
 LINEAR_FAMILIES = ["qwen3.5", "qwen3.5-few", "qwen3.5-moe", "qwen3-next", "qwen3-next-plain"]
+LINEAR_FAMILIES += ["olmo-hybrid", "olmo-hybrid-plain"]
 
 
 def expected_logits(model: Any) -> Tensor:
@@ -78,6 +86,82 @@ def changed(folder: Path, **changes: Any) -> Path:
     values = json.loads(path.read_text()) | {"architectures": ["Qwen3_5ForCausalLM"]} | changes
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
     return path
+
+
+def test_names_in_published_files_of_olmo_hybrid(tmp_path: Path) -> None:
+    """transformers cuts the filters into three equal parts, and gives norms behind attention another name."""
+    model = make_model("olmo-hybrid")
+    model.save_pretrained(tmp_path)
+    tensors, published = tensors_of(tmp_path), {}
+    for name, values in model.state_dict().items():
+        if name.endswith("conv1d.weight"):
+            for part, rows in zip("qkv", values.split([64, 64, 288]), strict=True):
+                published[name.replace("conv1d", f"{part}_conv1d")] = rows.contiguous()
+        elif name.startswith(("model.layers.2.", "model.layers.4.")):  # with attention
+            published[name] = values
+        else:
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            published[name.replace("post_attention_layernorm", "feedforward_layer_norm")] = values
+    assert published.keys() != tensors.keys()
+    save_file(published, tmp_path / "model.safetensors")
+    got = log_probabilities(load(tmp_path), some_tokens(), "float32")
+    assert (got - expected_logits(model)).abs().max() < 1e-4
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors")
+    assert torch.equal(log_probabilities(load(tmp_path), some_tokens(), "float32"), got)
+
+
+# What is quantised: projections that fit each other, but not that of the gates, and such that do not.
+@pytest.mark.parametrize(
+    "quantized", ["in_proj_[qkv]|in_proj_z", "in_proj_[qkv]", "in_proj_z", "in_proj_k", "in_proj_v"]
+)
+def test_projections_of_different_forms(quantized: str) -> None:
+    sizes = LinearAttentionConfig(2, 4, 16, 32, 4, separate_projections=True, beta_scale=2.0)
+    config = replace(CONFIG, num_layers=2, vocab_size=320, max_position=256, state_layers=(True, False), states=sizes)
+
+    def form(name: str, values: Tensor) -> Unpacked:
+        return int8(values) if re.search(quantized, name) else Dense(values)
+
+    def rounded(name: str, values: Tensor) -> Dense:
+        return Dense(form(name, values).dequantize())
+
+    got, expected = (
+        log_probabilities(
+            load_decoder(RandomCheckpoint(config, each), Precision.of("float32"), None), some_tokens(), "float32"
+        )
+        for each in (form, rounded)
+    )
+    assert (got - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_rotated"),
+    [
+        ({"rope_theta": None}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": 1e4}, False),
+        ({"rope_parameters": {"rope_type": "default"}}, True),
+        ({"rope_parameters": None}, True),
+        ({"rope_theta": 5e5}, True),
+    ],
+)
+def test_rotations_of_olmo_hybrid(settings: dict[str, Any], is_rotated: bool, tmp_path: Path) -> None:
+    """The published models have none."""
+    values = make_model("olmo-hybrid").config.to_dict()
+    del values["rope_parameters"]
+    (tmp_path / "config.json").write_text(
+        json.dumps({**values, "architectures": ["OlmoHybridForCausalLM"], **settings})
+    )
+    expected = transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig.from_dict({**values, **settings}))
+    assert (expected.model.rotary_emb is not None) == is_rotated
+    assert (read_hf_config(tmp_path / "config.json").unrotated_layers == frozenset()) == is_rotated
+
+
+def test_sizes_of_olmo_hybrid_that_follow_from_others(tmp_path: Path) -> None:
+    config = transformers.OlmoHybridConfig()
+    values = {key: value for key, value in config.to_dict().items() if not key.startswith("linear_")}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["OlmoHybridForCausalLM"]}))
+    states = read_hf_config(tmp_path / "config.json").states
+    expected = LinearAttentionConfig(30, 30, 96, 192, 4, separate_projections=True, beta_scale=2.0, norm_eps=1e-5)
+    assert states == expected
 
 
 def test_layers_that_are_not_listed(tmp_path: Path) -> None:

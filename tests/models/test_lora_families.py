@@ -145,6 +145,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3-next",
         {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"], "target_parameters": FUSED, "r": 3},
     ),
+    "linear attention without norms of its inputs elsewhere": (
+        "olmo-hybrid",
+        {
+            "target_modules": ["q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_proj", "up_proj"],
+            "r": 3,
+        },
+    ),
     "short convolutions": (
         "lfm2-biases",
         {"target_modules": ["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"], "r": 3},
@@ -202,6 +209,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
             "target_parameters": ["mlp.experts.gate_up_proj"],
+            "r": 3,
+        },
+    ),
+    "weights of experts' inputs": (
+        "llama4",
+        {
+            "target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            "r": 3,
+        },
+    ),
+    "latent attention and norms of experts": (
+        "axk1",
+        {
+            "target_modules": ["q_a_proj", "kv_b_proj", "o_proj", "gate_proj", "down_proj"],
+            "target_parameters": ["mlp.experts.down_proj"],
             "r": 3,
         },
     ),

@@ -91,6 +91,20 @@ def test_gates_may_be_fp32_beside_narrower_activations(device: str) -> None:
         assert_rounded(ops.gated_delta_rule(*call, before.clone(), *slots.tensors(device)), expected, slack=1e-5)
 
 
+def test_states_with_negative_eigenvalues(device: str) -> None:
+    sizes, slots = SIZES[2], BATCHES["mixed"]
+    call = *inputs(slots.tokens, sizes, torch.float32, device), *model(sizes, torch.float32, device)
+    before = states(slots.count, sizes, device)
+    after = before.clone()
+    out = ops.gated_delta_rule(*call, after, *slots.tensors(device), 2.0)
+    expected, stored = reference.gated_delta_rule(*call, before, *slots.tensors("cpu"), 2.0)
+    assert_rounded(out, expected, slack=1e-5)
+    written = sorted({slot for seq in slots.writes for slot in seq} - {-1})
+    assert_rounded(after[written], stored[written], slack=1e-5)
+    plain, _ = reference.gated_delta_rule(*call, before, *slots.tensors("cpu"))
+    assert (out - plain).abs().max() > 0.1
+
+
 def test_slots_may_be_strided(device: str) -> None:
     sizes, slots = SIZES[1], BATCHES["mixed"]
     call = *inputs(slots.tokens, sizes, torch.float32, device), *model(sizes, torch.float32, device)

@@ -41,6 +41,7 @@ DIVIDED = [
     "glm4-moe",
     "afmoe",
     "mimo-v2-flash-other",
+    "llama4",
     "granite-moe-shared",
     "qwen3-next",
     "qwen3.5-few",
@@ -52,6 +53,7 @@ DIVIDED = [
     "falcon-h1",
     "deepseek-v2",
     "deepseek-v3",
+    "axk1",
     "gemma4",
     "gemma4-inputs",
     "gemma4-moe",
@@ -99,7 +101,7 @@ def check_same_logits(path: Path, size: int, dtype: str) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("family", ["olmo2", "minimax-m2"])
+@pytest.mark.parametrize("family", ["olmo2", "minimax-m2", "olmo-hybrid"])
 def test_norm_of_all_heads(family: str, tmp_path: Path) -> None:
     check_same(family, 2, "auto", tmp_path)
     with pytest.raises(RequestError, match="tensor_parallel_size must be at most 2 for this model"):

@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3.5-few": {"linear_num_value_heads": 6},
     "qwen3.5-moe": SHARED,
     "qwen3-next": SHARED,
+    "olmo-hybrid": {},
     "lfm2": {},
     "lfm2-biases": {},
     "lfm3": {"num_attention_heads": 8},
@@ -48,11 +49,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": LATENT,
     "mistral4": LATENT,
     "glm4-moe-lite": LATENT,
+    "minicpm3": LATENT,
+    "axk1": LATENT,
     "gpt-oss": {"intermediate_size": 96},
     "afmoe": {"moe_intermediate_size": 64},
     "mimo-v2-flash": {"moe_intermediate_size": 64},
     "mimo-v2-flash-other": {"moe_intermediate_size": 64},
     "flex-olmo": {},
+    "llama4": {"intermediate_size": 64, "intermediate_size_mlp": 96},
     "granite-moe": {},
     "granite-moe-shared": {"shared_intermediate_size": 96},
     "granite-moe-swa": {"shared_intermediate_size": 96},
@@ -66,7 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Stay dense: what chooses experts, gates of heads, matrices that latent attention applies transposed, convolutions.
 DENSE = ("embed", "lm_head", "router", ".gate.", "expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba", "kv_b_proj")
-DENSE += ("conv1d", "conv.conv")
+DENSE += ("conv1d", "conv.conv", "linear_attn.a_proj", "linear_attn.b_proj")
 
 
 def texts() -> list[list[int]]:
@@ -101,7 +105,7 @@ def round_weights(model: Any, bits: int) -> list[str]:
         return round_to_nearest(matrix, bits, GROUP).dequantize()
 
     kept = []
-    is_transposed = type(model).__name__ == "GptOssForCausalLM"
+    is_transposed = type(model).__name__ in ("GptOssForCausalLM", "Llama4ForCausalLM")
     with torch.no_grad():
         for name, values in model.named_parameters():
             if values.dim() < 2 or name.endswith("_bias") or any(part in name for part in DENSE):

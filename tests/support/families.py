@@ -73,6 +73,24 @@ FEW = {
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
+OLMO_HYBRID = {
+    "num_hidden_layers": 6,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full", "linear")],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+}
+LLAMA4 = {
+    "head_dim": 32,
+    "num_hidden_layers": 5,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 180,
+    "rope_parameters": LLAMA3,
+}
 LFM2 = {
     "num_hidden_layers": 6,
     "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
@@ -105,6 +123,7 @@ LATENT = {
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 GROWTH = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 40}
 GROWING = {**MSCALE, **GROWTH}
+MINICPM3_ROPE = {**LONGROPE, "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 5.0, 6.0]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
@@ -219,6 +238,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         LATENT | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "v_head_dim": 40},
     ),
+    "youtu": ("Youtu", LATENT | {"rope_interleave": False}),
+    "youtu-plain": ("Youtu", LATENT | {"q_lora_rank": None, "tie_word_embeddings": False}),
+    "minicpm3": (
+        "MiniCPM3",
+        LATENT
+        | {"v_head_dim": None, "rope_parameters": MINICPM3_ROPE, "mlp_bias": True}
+        | {"scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 150, "original_max_position_embeddings": 64},
+    ),
+    # As GGUF files can say it: with the factors of the published model, and trained on the whole length.
+    "minicpm3-plain": (
+        "MiniCPM3",
+        LATENT
+        | {
+            "v_head_dim": 16,
+            "q_lora_rank": 56,
+            "rope_parameters": {**MINICPM3_ROPE, "original_max_position_embeddings": 256},
+        },
+    ),
+    "axk1": ("AXK1", LATENT | GROUPS | {"num_experts_per_tok": 3, "rope_parameters": MSCALE}),
     "qwen3.5-moe": ("Qwen3_5Moe", LINEAR | SHARED | {"num_hidden_layers": 5, "tie_word_embeddings": False}),
     "qwen3-next": ("Qwen3Next", LINEAR | SHARED | {"decoder_sparse_step": 3, "mlp_only_layers": [5]}),
     "qwen3-next-plain": ("Qwen3Next", LINEAR | SHARED | {"num_hidden_layers": 4, "linear_num_key_heads": 3}),
@@ -232,6 +270,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         LFM3
         | {"conv_bias": True, "conv_L_cache": 3, "use_sandwich_norm": False, "use_attention_gate": False}
         | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "tie_word_embeddings": False},
+    ),
+    "olmo-hybrid": ("OlmoHybrid", OLMO_HYBRID | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
+    "olmo-hybrid-plain": (
+        "OlmoHybrid",
+        OLMO_HYBRID | {"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3, "attention_bias": True},
+    ),
+    "llama4": ("Llama4", LLAMA4 | {"floor_scale": 200, "interleave_moe_layer_step": 2}),
+    "llama4-plain": (
+        "Llama4",
+        LLAMA4
+        | {"use_qk_norm": False, "attn_temperature_tuning": False, "moe_layers": [0, 2, 3], "attention_bias": True},
     ),
     "qwen3.5": ("Qwen3_5", LINEAR),
     "qwen3.5-few": ("Qwen3_5", LINEAR | FEW),
@@ -491,7 +540,7 @@ def make_model(family: str, seed: int = 0, **more: Any) -> Any:
     """A model in fp32; weights that start as ones or zeros are random, too, or a mistake with them would not show."""
     name, changes = FAMILIES[family]
     sizes = {} if name == "GPT2" else SIZES
-    text = "Text" if name.startswith("Qwen3_5") else ""
+    text = "Text" if name.startswith(("Qwen3_5", "Llama4")) else ""
     config = getattr(transformers, f"{name}{text}Config")(**(sizes | changes | more))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)

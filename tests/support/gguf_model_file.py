@@ -65,6 +65,8 @@ ARCHITECTURES = {
     "deepseek_v3": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "mistral4": ("mistral4", gguf.MODEL_ARCH.MISTRAL4),
     "glm4_moe_lite": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "youtu": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "minicpm3": ("minicpm3", gguf.MODEL_ARCH.MINICPM3),
     "minimax_m2": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
     "granite": ("granite", gguf.MODEL_ARCH.GRANITE),
     "granitemoe": ("granitemoe", gguf.MODEL_ARCH.GRANITE_MOE),
@@ -244,6 +246,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     if architecture in LATENT:
         _write_latent_attention(writer, config, is_fused)
+    elif architecture == "minicpm3":
+        _write_minicpm3(writer, config)
     elif getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(getattr(config, "v_head_dim", config.head_dim))
@@ -256,7 +260,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_expert_count(experts)
         chosen = config.num_experts_per_tok
         writer.add_expert_used_count(chosen[0] if isinstance(chosen, list) else chosen)
-    if getattr(config, "moe_intermediate_size", None):
+    if getattr(config, "moe_intermediate_size", None) and config.model_type not in ("youtu", "minicpm3"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     elif architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -392,6 +396,11 @@ def _write_latent_attention(writer: gguf.GGUFWriter, config: Any, is_fused: bool
         writer.add_value_length_mla(heads[1])
     if "mscale_all_dim" in rope:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if config.model_type == "youtu":  # without experts, but the keys are there
+        writer.add_leading_dense_block_count(config.num_hidden_layers)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_count(0)
+        return
     writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
@@ -403,6 +412,17 @@ def _write_latent_attention(writer: gguf.GGUFWriter, config: Any, is_fused: bool
     writer.add_expert_gating_func(kind.SOFTMAX if config.model_type == "mistral4" else kind.SIGMOID)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
+
+
+def _write_minicpm3(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    for kind in ("short", "long"):
+        factors = torch.tensor(config.rope_parameters[f"{kind}_factor"], dtype=torch.float32)
+        writer.add_tensor(f"rope_factors_{kind}.weight", factors.numpy())
 
 
 def _converted(
@@ -438,7 +458,7 @@ def _converted(
             return [(stored.format("down"), values if is_bias else values.mT)]
         parts = {"gate": values[..., ::2], "up": values[..., 1::2]}
         return [(stored.format(part), rows if is_bias else rows.mT) for part, rows in parts.items()]
-    if name.endswith("kv_b_proj.weight") and not is_fused:
+    if name.endswith("kv_b_proj.weight") and not is_fused and architecture != "minicpm3":
         heads = values.view(config.num_attention_heads, -1, values.shape[1])
         keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         block = name.split(".")[2]

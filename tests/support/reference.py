@@ -117,6 +117,7 @@ def gated_delta_rule(
     query_start: Tensor,
     state_reads: Tensor,
     state_writes: Tensor,
+    beta_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The result, and the states after the call, in fp64."""
     _, heads, key_dim, value_dim = recurrent_state.shape
@@ -128,7 +129,7 @@ def gated_delta_rule(
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q / key_dim**0.5, k))
     decay = (-a_log.double().exp() * F.softplus(a.double() + dt_bias.double())).exp()
-    beta = b.double().sigmoid()
+    beta = beta_scale * b.double().sigmoid()
     o, states = torch.empty_like(v), recurrent_state.double()
     for seq, slot in enumerate(state_reads.tolist()):
         begin, end = query_start[seq : seq + 2].tolist()

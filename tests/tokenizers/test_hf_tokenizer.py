@@ -165,9 +165,11 @@ def test_a_template_with_an_end_token(saved: Path) -> None:
     assert (ids[0], ids[-1]) == (special[0][1], special[1][1])
 
 
-def test_end_tokens_of_all_files(saved: Path) -> None:
+@pytest.mark.parametrize("has_thinker", [False, True])
+def test_end_tokens_of_all_files(has_thinker: bool, saved: Path) -> None:
     write(saved, "generation_config.json", {"eos_token_id": [7, 8]})
-    write(saved, "config.json", {"text_config": {"eos_token_id": 9, "vocab_size": 300}})
+    config = {"text_config": {"eos_token_id": 9, "vocab_size": 300}}
+    write(saved, "config.json", {"thinker_config": config} if has_thinker else config)
     tokenizer = Tokenizer.from_folder(saved)
     assert tokenizer.eos_ids == {2, 3, 7, 8, 9}
     assert tokenizer.eos_token == "</s>"

@@ -31,12 +31,13 @@ def supported() -> dict[str, list[str]]:
     from fastinfer.models.families import FAMILIES
     from fastinfer.models.gguf_architectures import ARCHITECTURES
     from fastinfer.models.hf_checkpoint import MLX_FAMILIES
+    from fastinfer.models.hf_text_parts import TEXT_PARTS
     from fastinfer.models.image_encoder import FAMILIES as IMAGE_FAMILIES
     from fastinfer.tokenizers.gguf_tokenizer import READERS
     from fastinfer.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
     return {
-        "Hugging Face architectures": list(FAMILIES),
+        "Hugging Face architectures": [*FAMILIES, *TEXT_PARTS],
         "Hugging Face architectures with images": [name for name in FAMILIES if name in IMAGE_FAMILIES],
         "GGUF architectures": list(ARCHITECTURES),
         "GGUF types": [type.name for type in SUPPORTED_TYPES],

@@ -32,6 +32,9 @@ _LAYER = {
         f"linear_attn.{name}": name
         for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba", "out_proj")
     },
+    **{f"linear_attn.{name}_proj": f"in_proj_{name}" for name in ("q", "k", "v", "a", "b")},  # OLMo Hybrid
+    "linear_attn.g_proj": "in_proj_z",
+    "linear_attn.o_proj": "out_proj",
     **{f"{owner}.{name}": name for owner in ("mamba", "conv", "mixer") for name in ("in_proj", "out_proj")},
     "self_attn.out_proj": "o_proj",  # LFM2
     "self_attn.g_proj": "output_gate",  # LFM3
@@ -41,6 +44,8 @@ _LAYER = {
     "feed_forward.w3": "up_proj",
     "feed_forward.w2": "down_proj",
     "feed_forward.gate": "router",
+    "feed_forward.router": "router",  # Llama 4
+    **{f"feed_forward.shared_expert.{name}": f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
     # Nemotron-H
     **{f"mixer.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")},
     **{f"mixer.shared_experts.{name}": f"shared_expert.{name}" for name in ("up_proj", "down_proj")},
@@ -71,7 +76,8 @@ TARGETS = tuple(dict.fromkeys([name.rpartition(".")[2] for name in _LAYER] + [*_
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 _MODULE = re.compile(
-    r"(?:(?:model\.language_model|language_model\.model|model|transformer|gpt_neox)\.)?(?:layers|h)\.(?P<layer>\d{1,4})\."
+    r"(?:(?:(?:thinker\.)?model(?:\.language_model|\.text_model)?|language_model\.model|transformer|gpt_neox)\.)?"
+    r"(?:layers|h)\.(?P<layer>\d{1,4})\."
     r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_(?:experts?|mlp)\.\w+|router\.gate|\w+))"
 )
 # PEFT saves the weight and bias to which an adapter of lm_head belongs, too. An adapter does not change them.

@@ -16,11 +16,12 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
     shape, q_size, kv_size = config.kv_shape(index), config.q_size(index), config.kv_size(index)
     has_kv = config.kv_layer(index) == index
     q_norm = k_norm = None
-    is_joint = config.qk_norm == "all"
-    if config.qk_norm == "unit":
+    qk_norm = "none" if index in config.unnormed_layers else config.qk_norm
+    is_joint = qk_norm == "all"
+    if qk_norm == "unit":
         k_norm = torch.ones(shape.head_dim, dtype=torch.float32, device=reader.device)
         q_norm = k_norm * config.query_scale
-    elif config.qk_norm == "head":
+    elif qk_norm == "head":
         q_norm = reader.vector(f"{layer}.q_norm", shape.head_dim)
         k_norm = reader.vector(f"{layer}.k_norm", shape.head_dim) if has_kv else None
     scale, factor = reader.scale, 1.0

@@ -25,6 +25,7 @@ class RouterConfig:
         num_groups, top_groups: number of groups of experts, and of those that the experts are chosen from.
         renormalize: whether the weights of the chosen experts are divided by their sum.
         scale: factor of the weights.
+        scales_inputs: whether a token's only expert gets its input times the weight, and its output has none.
     """
 
     scoring: str = "softmax"
@@ -33,6 +34,7 @@ class RouterConfig:
     top_groups: int = 1
     renormalize: bool = True
     scale: float = 1.0
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,12 @@ class ModelConfig:
         pre_norms: whether the inputs of attention and MLP are normalised.
         post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
             stream.
+        state_pre_norms: whether that is so in layers without a state alone, and the others have norms of the inputs.
         norm_weights: whether the norms of the residual stream have a weight.
         qk_norm: whether Q and K are normalised before they are rotated: ``"none"``, ``"head"`` for each head by itself,
             ``"all"`` for all heads of a token together, or ``"unit"`` for each head without a weight.
         rotated_first: whether they are rotated before the norms of their heads instead.
+        unnormed_layers: the layers where they are not normalised.
         query_scale: factor of Q after such a norm without a weight.
         query_growth, query_length: Q at position p is multiplied by ``1 + query_growth * log(1 + p // query_length)``.
         v_norm: whether each head of V is normalised, without a weight.
@@ -205,6 +209,8 @@ class ModelConfig:
         dense_layers: the layers of a model with experts that have an MLP instead.
         mlp_beside_experts: whether layers with experts have an MLP of ``dense_intermediate_size``, too, and the router
             a norm of its own and a factor for each expert, as in Gemma 4.
+        experts_post_norm: whether the output of experts is normalised before it is added to the residual stream, in
+            models that do not normalise that of an MLP.
         shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a logit.
         experts_scale: factor of the sum of all experts, the shared one included.
         alternating_gate_up: whether the rows of gate and up alternate in a fused matrix, instead of all rows of gate
@@ -255,8 +261,10 @@ class ModelConfig:
     norm_weights: bool = True
     pre_norms: bool = True
     post_norms: bool = False
+    state_pre_norms: bool = False
     qk_norm: str = "none"
     rotated_first: bool = False
+    unnormed_layers: frozenset[int] = frozenset()
     query_scale: float = 1.0
     query_growth: float = 0.0
     query_length: int = 1
@@ -286,6 +294,7 @@ class ModelConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     dense_layers: frozenset[int] = frozenset()
     mlp_beside_experts: bool = False
+    experts_post_norm: bool = False
     shared_expert_gate: bool = False
     experts_scale: float = 1.0
     alternating_gate_up: bool = False
@@ -427,6 +436,14 @@ class ModelConfig:
     def mlp_size(self, layer: int) -> int:
         """Return the width of a layer's MLP, or of each of its experts."""
         return self.dense_intermediate_size if layer in self.dense_layers else self.intermediate_size
+
+    def has_pre_norms(self, layer: int) -> bool:
+        """Return whether the inputs of a layer's attention and MLP are normalised."""
+        return self.pre_norms or (self.state_pre_norms and self.has_state(layer))
+
+    def has_post_norms(self, layer: int) -> bool:
+        """Return whether the outputs of a layer's attention and MLP are normalised."""
+        return self.post_norms and not (self.state_pre_norms and self.has_state(layer))
 
     def has_state(self, layer: int) -> bool:
         """Return whether a layer has a state instead of keys and values."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from fastinfer.models.structure import (
     AFMOE,
+    AXK1,
     COHERE,
     EXAONE4,
     EXAONE_MOE,
@@ -26,13 +27,16 @@ from fastinfer.models.structure import (
     LAYER_NORMS,
     LFM2,
     LFM3,
+    LLAMA4,
     MELLUM,
     MIMO,
+    MINICPM3,
     MUSE_GLIMMER,
     NANOCHAT,
     NEMOTRON_H,
     OLMO,
     OLMO2,
+    OLMO_HYBRID,
     PHI,
     POST_NORMS,
     QWEN3_NEXT,
@@ -108,6 +112,8 @@ class Family:
 
     Attributes:
         layer: the project's names of a layer's parts, with the checkpoint's names.
+        other_names: other names of parts, which files have in the place of these.
+        conv_parts: names of the filters of queries, keys and values, in files that do not have them as one tensor.
         expert: the same for the parts of an expert.
         top: the same for tensors outside the layers, and ``layers`` for the layers themselves.
         prefix: prefix of all names, which some checkpoints leave out.
@@ -122,6 +128,7 @@ class Family:
         output_bias: whether the output of attention has a bias if Q, K and V have one by ``attention_bias``.
         sigmoid_router: whether experts are chosen by sigmoids and a bias.
         router_bias: whether a bias takes part in the choice of other routers, too.
+        optional_router_bias: whether files may leave out the bias of the choice, which is then 0.
         epsilon: config.json's name of the norms' ``eps``; ``None`` for the usual one, which follows from the norm.
         norm_offset: number added to the stored weights of norms, except those within linear attention.
         plain_last_norm: whether it is not added to those of the norm after the last layer, either.
@@ -148,6 +155,7 @@ class Family:
     output_bias: bool = True
     sigmoid_router: bool = False
     router_bias: bool = False
+    optional_router_bias: bool = False
     epsilon: str | None = None
     norm_offset: float = 0.0
     plain_last_norm: bool = False
@@ -156,6 +164,8 @@ class Family:
     qkv_by_head: bool = False
     stacked: Mapping[str, str] = field(default_factory=dict)
     stacked_order: str = "out_in"
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    conv_parts: tuple[str, ...] = ()
 
 
 _GEMMA2 = Family(
@@ -393,8 +403,13 @@ _QWEN2_VL = Family(
     defaults={**_QWEN_WINDOWS, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
 )
 
+_CHANNEL_GATES = "a delta rule with a gate for each channel"
 # What other architectures need that is not implemented.
 MISSING = {
+    "BailingHybridForCausalLM": _CHANNEL_GATES,
+    "KimiLinearForCausalLM": _CHANNEL_GATES,
+    "MistralLarge4ForConditionalGeneration": "attention to chosen tokens, and latents that layers share",
+    "PaliGemmaForConditionalGeneration": "attention in both directions within a prompt",
     "ApertusForCausalLM": "the activation xIELU",
     **dict.fromkeys(("PhimoeForCausalLM", "PhiMoEForCausalLM"), "the choice of experts by SparseMixer"),
     "Kolibri1ForCausalLM": "experts that are chosen by their logits and a bias before the sigmoid",
@@ -415,6 +430,29 @@ FAMILIES: dict[str, Family] = {
     "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5, "sliding_window": None}),
     "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, defaults=_QWEN_WINDOWS),
     "Qwen3ForCausalLM": Family(structure=HEAD_NORMS, defaults=_QWEN_WINDOWS),
+    "Llama4ForCausalLM": Family(
+        {name: stored.replace("mlp.", "feed_forward.") for name, stored in _LAYER.items()}
+        | {"router": "feed_forward.router", "shared_expert": "feed_forward.shared_expert"},
+        structure=LLAMA4,
+        sigmoid_router=True,
+        stacked=_STACKED,
+        stacked_order="in_out",
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "intermediate_size_mlp": 16384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "use_expert_bias": False,
+            "use_qk_norm": True,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+        },
+    ),
     "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None}),
     "MinistralForCausalLM": _MISTRAL,
     "CwmForCausalLM": Family(
@@ -554,6 +592,24 @@ FAMILIES: dict[str, Family] = {
     "OlmoForCausalLM": Family(structure=OLMO, fixed={"layer_norm_eps": 1e-5}),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(_OLMO2, defaults={**_OLMO2.defaults, **_SLIDING, "rope_theta": 5e5}),
+    "OlmoHybridForCausalLM": Family(
+        {
+            **_OLMO2.layer,
+            "mlp_norm": "post_attention_layernorm",
+            **{name: stored for name, stored in _LINEAR_LAYER.items() if not name.startswith("in_proj_")},
+            **{f"in_proj_{name}": f"linear_attn.{name}_proj" for name in ("q", "k", "v", "a", "b")},
+            "in_proj_z": "linear_attn.g_proj",
+            "gated_norm": "linear_attn.o_norm",
+            "out_proj": "linear_attn.o_proj",
+        },
+        structure=OLMO_HYBRID,
+        defaults={"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
+        other_names={
+            "attention_norm": "attention_layer_norm",
+            **dict.fromkeys(("mlp_norm", "post_attention_norm"), "feedforward_layer_norm"),
+        },
+        conv_parts=tuple(f"linear_attn.{name}_conv1d" for name in ("q", "k", "v")),
+    ),
     "Exaone4ForCausalLM": _EXAONE4,
     "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, **_SLIDING}),
@@ -791,6 +847,39 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.8,
         },
+    ),
+    "YoutuForCausalLM": Family(_LAYER | _LATENT_LAYER, structure=LATENT),
+    "MiniCPM3ForCausalLM": Family(
+        _LAYER | _LATENT_LAYER,
+        structure=MINICPM3,
+        defaults={"rms_norm_eps": 1e-5, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
+    ),
+    "AXK1ForCausalLM": Family(
+        _LAYER | _LATENT_LAYER | {"post_mlp_norm": "post_mlp_layernorm"},
+        structure=AXK1,
+        sigmoid_router=True,
+        optional_router_bias=True,
+        defaults={
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "AriaTextForCausalLM": Family(
+        _LAYER | {"router": "mlp.router"},
+        # The width is that of an expert.
+        aliases={
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_topk",
+            "n_shared_experts": "moe_num_shared_experts",
+            "moe_intermediate_size": "intermediate_size",
+        },
+        defaults={"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2, "norm_topk_prob": True},
+        stacked={"gate_proj": "fc1.weight", "up_proj": "fc1.weight", "down_proj": "fc2.weight"},
+        stacked_order="in_out",
     ),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     # The rows of the matrices of linear attention are ordered by key head.

@@ -26,6 +26,7 @@ from fastinfer.models.structure import (
     LFM2,
     MELLUM,
     MIMO,
+    MINICPM3,
     NEMOTRON_H,
     OLMO,
     OLMO2,
@@ -135,6 +136,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
     "mistral4": Architecture(LATENT, renormalizes=False),
+    "minicpm3": Architecture(MINICPM3),
     # Draft heads.
     "eagle3": Architecture(permuted=True, names={"feature_norm": "attn_norm_2", "fc": "fc"}),
     "dflash": Architecture(HEAD_NORMS, names=_DFLASH),

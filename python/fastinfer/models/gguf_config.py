@@ -147,7 +147,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         shared_expert_gate=family.shared_expert_gate,
         **structure.config_fields(hidden_size),
     )
-    config = replace(config, **_factors(file, architecture))
+    config = replace(config, **_factors(file, config))
     if architecture == "cohere2moe":  # whose dense layers are rotated without a window, too
         scale = 0.5 if config.shared_intermediate_size else 1.0
         unrotated = config.unrotated_layers - config.dense_layers
@@ -169,8 +169,12 @@ def _has_biases(file: GGUFFile, part: str) -> bool:
     return any(name.startswith("blk.") and name.endswith(f".{part}.bias") for name in file.tensors)
 
 
-def _factors(file: GGUFFile, architecture: str) -> dict[str, Any]:
-    """Return Granite's factors, as fields of the configuration."""
+def _factors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
+    """Return the factors of Granite and of MiniCPM3, as fields of the configuration."""
+    architecture = config.architecture
+    if architecture == "minicpm3":  # whose files do not say them
+        scales = {"embedding_scale": 12.0, "residual_scale": 1.4 / config.num_layers**0.5}
+        return {**scales, "logits_scale": 256 / config.hidden_size}
     if not architecture.startswith("granite"):
         return {}
 

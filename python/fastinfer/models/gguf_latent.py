@@ -10,7 +10,8 @@ from fastinfer.models.config import MAX_SIZE, LatentAttentionConfig
 def latent_attention(file: GGUFFile, architecture: str) -> LatentAttentionConfig:
     """Return the sizes of multi-head latent attention.
 
-    Older files have the lengths of each head's keys and values where newer ones have those of the cached row.
+    Older files have the lengths of each head's keys and values where newer ones have those of the cached row. Those of
+    MiniCPM3 leave out that of the values, which is the usual one then.
     """
     prefix = f"{architecture}.attention"
 
@@ -23,12 +24,13 @@ def latent_attention(file: GGUFFile, architecture: str) -> LatentAttentionConfig
         raise GGUFFormatError(
             f"{file.path}: rope.dimension_count: expected less than the key length {query_dim}, got {rotary_dim}"
         )
+    usual = size(f"{architecture}.embedding_length") // size(f"{prefix}.head_count")
     return LatentAttentionConfig(
         query_rank=size(f"{prefix}.q_lora_rank", 0),
         rank=size(f"{prefix}.kv_lora_rank"),
         plain_dim=query_dim - rotary_dim,
         rotary_dim=rotary_dim,
-        value_dim=size(f"{prefix}.value_length_mla", 0) or size(f"{prefix}.value_length"),
+        value_dim=size(f"{prefix}.value_length_mla", 0) or size(f"{prefix}.value_length", usual),
     )
 
 

@@ -58,7 +58,7 @@ def query_growth(file: GGUFFile, architecture: str, context_length: int) -> tupl
 
 
 def _longrope(file: GGUFFile, prefix: str, context_length: int, num_factors: int) -> ops.RopeScaling:
-    trained = file.get(f"{prefix}.original_context_length", int, minimum=2, maximum=MAX_SIZE)
+    trained = file.get(f"{prefix}.original_context_length", int, context_length, minimum=2, maximum=MAX_SIZE)
     factors = []
     for name in ("rope_factors_short.weight", "rope_factors_long.weight"):
         tensor = file.tensors.get(name)

@@ -15,7 +15,8 @@ from fastinfer.formats.linear_tensors import DENSE_DTYPES, ExpertTensors, Linear
 from fastinfer.formats.mxfp4 import MXFP4_GROUP, MXFP4Experts
 from fastinfer.formats.quantized_checkpoint import CheckpointFormat, PackedSizes, parse_quantization_config, read_with
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
-from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.formats.text_fields import text_fields
+from fastinfer.formats.unpacked import Dense, Unpacked, concatenate
 from fastinfer.models.checkpoint import (
     ModelPart,
     check_draft_tokens,
@@ -116,7 +117,7 @@ class HFCheckpoint:
         else:
             # No method quantises a convolution, and MLX alone the embedding.
             is_linear = (name.startswith(LINEAR) or self._is_mlx) and not name.endswith(".conv1d")
-            weight = self._linear(module, self._joined_expert(name)) if is_linear else self._dense(module)
+            weight = self._linear(module, self._joined_expert(name)) if is_linear else self._filters(name, module)
             if self._family.transposed and name.startswith("layers.") and isinstance(weight, Dense):
                 weight = Dense(weight.values.T.contiguous())
             if rows is not None and weight.shape[0] == rows[1]:
@@ -140,6 +141,8 @@ class HFCheckpoint:
         elif part not in PARAMETERS:
             stored += ".weight"
         rows = self._rows(module) if is_bias else None
+        if part == "router_bias" and self._family.optional_router_bias and stored not in self.tensors:
+            return torch.zeros(size)
         values = self._get(stored)
         if expert is not None:
             self._check_stack(stored, values, size if rows is None else rows[1])
@@ -238,7 +241,11 @@ class HFCheckpoint:
         top = self._family.top
         if name.startswith("layers."):
             layer, part, rest = split_name(name)
-            module = f"{top['layers']}.{stored_layer(self.config, layer, part)}.{self._family.layer[part]}"
+            owner = f"{top['layers']}.{stored_layer(self.config, layer, part)}"
+            module = f"{owner}.{self._family.layer[part]}"
+            other = self._family.other_names.get(part)
+            if other and f"{self._with_prefix(module)}.weight" not in self.tensors:
+                module = f"{owner}.{other}"
             if rest:
                 *expert, projection = rest.split(".")  # a shared expert has no number
                 is_stacked = self._is_stacked and bool(expert) and not is_single
@@ -261,6 +268,14 @@ class HFCheckpoint:
                 f"got the shape {list(values.shape)}"
             )
         return Dense(values)
+
+    def _filters(self, name: str, module: str) -> Dense:
+        """Read a matrix that is not quantised, or the filters of a convolution, which may be several tensors."""
+        parts = self._family.conv_parts if name.endswith(".conv1d") else ()
+        if not parts or f"{module}.weight" in self.tensors:
+            return self._dense(module)
+        owner = module.removesuffix(self._family.layer["conv1d"])
+        return concatenate([self._dense(f"{owner}{part}") for part in parts])
 
     def _linear(self, module: str, expert: int | None) -> Unpacked:
         tensors = self.tensors if expert is None else ExpertTensors(self.tensors, expert)
@@ -366,7 +381,7 @@ class HFCheckpoint:
                     f"{self.config.architecture}"
                 )
             return {**self._fields.get("quantization", dict), "quant_method": "mlx"}
-        for place in (self._fields, self._fields.object("text_config")):
+        for place in (self._fields, text_fields(self._fields)):
             if place is not None and (settings := place.object("quantization_config")) is not None:
                 return settings.values
         path = self.path / MODELOPT_CONFIG
@@ -384,6 +399,8 @@ class HFCheckpoint:
             ("backbone.", ""),
             ("model.language_model.", ""),
             ("language_model.model.", "language_model."),
+            ("model.text_model.", ""),
+            ("thinker.model.", "thinker."),
         ]
         found = (pair for pair in candidates if any(name.startswith(pair[0] + layers) for name in self.tensors.names))
         decoder, head = next(found, candidates[0])
@@ -404,7 +421,7 @@ class HFCheckpoint:
 
     def _check_output_layer(self) -> None:
         """Refuse a checkpoint without the output layer that it says to have."""
-        places = [self._fields, self._fields.object("text_config")]
+        places = [self._fields, text_fields(self._fields)]
         said = [place.get("tie_word_embeddings", bool, None) for place in places if place is not None]
         if False in said and True not in said and "lm_head" not in self:
             raise CheckpointFormatError(

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.formats.text_fields import text_fields
 from fastinfer.models.config import MAX_LAYERS, ModelConfig
 from fastinfer.models.families import FAMILIES, MISSING, Family
 from fastinfer.models.hf_cohere2_moe import cohere2_moe_config, cohere2_moe_structure, prepare_cohere2_moe
@@ -17,8 +18,10 @@ from fastinfer.models.hf_gpt2 import gpt2_config
 from fastinfer.models.hf_latent import latent_attention
 from fastinfer.models.hf_layers import attention_windows, dense_layers, state_layers, unrotated_layers
 from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
+from fastinfer.models.hf_llama4 import llama4_config, prepare_llama4
 from fastinfer.models.hf_mimo import mimo_config, prepare_mimo
 from fastinfer.models.hf_nemotron import nemotron_h_mamba2, prepare_nemotron_h
+from fastinfer.models.hf_olmo_hybrid import olmo_hybrid_config, prepare_olmo_hybrid
 from fastinfer.models.hf_rope import Rope
 from fastinfer.models.hf_states import (
     adjusted_intermediate_size,
@@ -27,9 +30,10 @@ from fastinfer.models.hf_states import (
     linear_attention,
     short_conv,
 )
+from fastinfer.models.hf_text_parts import TEXT_PARTS, text_part
 from fastinfer.models.state_config import StateConfig
 from fastinfer.models.stored_layers import StoredLayers
-from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, MIMO, NEMOTRON_H
+from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, LLAMA4, MIMO, NEMOTRON_H, OLMO_HYBRID
 
 # Families that scale rotations where their files do not say how.
 _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", "CwmForCausalLM")
@@ -51,21 +55,36 @@ _TEXT_MODELS = {
 }
 
 
-def family_of(fields: JsonFields) -> tuple[str, Family]:
-    """Find the name and the family of the architecture.
+def family_of(fields: JsonFields) -> tuple[str, JsonFields]:
+    """Find the name of the family, and the fields of its model, which may be a part of the file's.
 
     Raises:
         UnsupportedModelError: the architecture is not implemented.
+        CheckpointFormatError: a value is missing.
     """
     names = fields.get("architectures", list, [])
     name = str(names[0]) if names else f"model_type {fields.get('model_type', str, 'none')!r}"
     if name in MISSING:
         raise UnsupportedModelError(f"{fields.path}: architecture {name} is not implemented: it needs {MISSING[name]}")
+    if (part := text_part(fields, name)) is not None:
+        return part
     if name not in FAMILIES:
         raise UnsupportedModelError(
-            f"{fields.path}: architecture {name} is not implemented; supported are {', '.join(FAMILIES)}"
+            f"{fields.path}: architecture {name} is not implemented; supported are "
+            f"{', '.join((*FAMILIES, *TEXT_PARTS))}"
         )
-    return name, FAMILIES[name]
+    text = text_fields(fields)  # of models that have images, too
+    if text is None:
+        return name, fields
+    if models := _TEXT_MODELS.get(name):
+        kind = text.get("model_type", str, next(iter(models)))
+        if kind not in models:
+            *others, last = models
+            raise UnsupportedModelError(
+                f"{fields.path}: text_config.model_type must be {', '.join(others)} or {last}, got {kind!r:.80}"
+            )
+        name = models[kind]
+    return name, text
 
 
 def read_hf_config(path: Path) -> ModelConfig:
@@ -81,18 +100,8 @@ def read_hf_config(path: Path) -> ModelConfig:
 def parse_hf_config(fields: JsonFields) -> ModelConfig:
     """Parse the fields of ``config.json``; raises the same as :func:`read_hf_config`."""
     path = fields.path
-    name, family = family_of(fields)
-    text = fields.object("text_config")  # of models that have images, too
-    if text is not None:
-        fields = text
-        if models := _TEXT_MODELS.get(name):
-            kind = fields.get("model_type", str, next(iter(models)))
-            if kind not in models:
-                *others, last = models
-                raise UnsupportedModelError(
-                    f"{path}: text_config.model_type must be {', '.join(others)} or {last}, got {kind!r:.80}"
-                )
-            name, family = models[kind], FAMILIES[models[kind]]
+    name, fields = family_of(fields)
+    family = FAMILIES[name]
     fields.values = {**family.defaults, **fields.values, **family.fixed}
     fields.values |= {usual: fields.values[own] for usual, own in family.aliases.items() if own in fields.values}
     if name == "GPT2LMHeadModel":
@@ -107,6 +116,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         fields.values["hidden_act"] = "gelu_pytorch_tanh"  # which the first files mean
     if name == "Dots1ForCausalLM" and fields.values.get("scoring_func") == "noaux_tc":
         fields.values["scoring_func"] = "sigmoid"  # with a bias for the choice
+    if name == "AXK1ForCausalLM":  # whose code reads neither
+        fields.values |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     stored_layers: StoredLayers = ()
     if family.structure is NEMOTRON_H:
         stored_layers = prepare_nemotron_h(fields)
@@ -118,6 +129,10 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         prepare_lfm3(fields)
     elif family.structure is MIMO:
         prepare_mimo(fields)
+    elif family.structure is OLMO_HYBRID:
+        prepare_olmo_hybrid(fields)
+    elif family.structure is LLAMA4:
+        prepare_llama4(fields)
     size = Sizes(fields)
     hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
     num_layers = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
@@ -129,7 +144,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     windows = () if with_states else attention_windows(fields, name, family, num_layers)
     if name in _SCALED and not (fields.object("rope_parameters") or fields.object("rope_scaling")):
         raise CheckpointFormatError(f"{path}: rope_parameters is missing")
-    latent = latent_attention(fields, size) if family.structure.latent_attention else None
+    latent = latent_attention(fields, family, size) if family.structure.latent_attention else None
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.row_dim
     rope = Rope(fields, family, head_dim, has_windows=any(windows), latent=latent)
@@ -146,7 +161,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     if name == "GPTNeoXForCausalLM":
         structure = replace(structure, parallel=fields.get("use_parallel_residual", bool, True))
     if latent is not None:
-        structure = replace(structure, interleaved_rope=fields.get("rope_interleave", bool, True))
+        is_interleaved = structure.interleaved_rope and fields.get("rope_interleave", bool, True)
+        structure = replace(structure, interleaved_rope=is_interleaved)
     attention_bias = fields.get("attention_bias", bool, False)
     output_bias = attention_bias and family.output_bias
     if "attention_out_bias" in family.defaults:
@@ -162,7 +178,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     config = ModelConfig(
         architecture=name,
         hidden_size=hidden_size,
-        intermediate_size=size("moe_intermediate_size", 0) or adjusted_intermediate_size(fields, size),
+        intermediate_size=(experts and size("moe_intermediate_size", 0)) or adjusted_intermediate_size(fields, size),
         dense_intermediate_size=size("intermediate_size") if dense else 0,
         shared_intermediate_size=shared_intermediate_size(fields, size),
         num_layers=num_layers,
@@ -215,9 +231,13 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         return cohere2_moe_config(fields, config)
     if structure is MIMO:
         return mimo_config(fields, config)
+    if structure is LLAMA4:
+        return llama4_config(fields, config)
+    if structure is OLMO_HYBRID:
+        return olmo_hybrid_config(fields, config)
     if structure is FALCON_H1:
         return replace(config, **falcon_h1_factors(fields, head_dim))
-    return replace(config, **_factors(fields, name, head_dim))
+    return replace(config, **_factors(fields, config))
 
 
 def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
@@ -230,6 +250,9 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "use_bidirectional_attention", False)
     if name.startswith(("Qwen3_5Moe", "Qwen3VLMoe")):
         require(fields, "norm_topk_prob", True)
+    if name == "AriaTextForCausalLM":
+        require(fields, "hidden_act", "silu")  # that of its experts, whatever the file says
+        require(fields, "mlp_bias", False)
     if name == "CohereForCausalLM":
         require(fields, "use_qk_norm", False)
     if name == "ArceeForCausalLM":
@@ -260,8 +283,9 @@ def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
         require(fields, "attention_bias", False)
 
 
-def _factors(fields: JsonFields, name: str, head_dim: int) -> dict[str, Any]:
+def _factors(fields: JsonFields, config: ModelConfig) -> dict[str, Any]:
     """Return the factors that families have under names of their own, as fields of the configuration."""
+    name = config.architecture
 
     def factor(key: str, default: float) -> float:
         return fields.get(key, float, default, minimum=1e-6, maximum=1e6)
@@ -272,11 +296,18 @@ def _factors(fields: JsonFields, name: str, head_dim: int) -> dict[str, Any]:
         return {
             "embedding_scale": factor("embedding_multiplier", 1.0),
             "residual_scale": factor("residual_multiplier", 1.0),
-            "attention_scale": factor("attention_multiplier", 1.0 if is_granite else head_dim**-0.5),
+            "attention_scale": factor("attention_multiplier", 1.0 if is_granite else config.head_dim**-0.5),
             "logits_scale": 1.0 / logits_scaling if is_granite else logits_scaling,
         }
     if name == "AfmoeForCausalLM" and fields.get("mup_enabled", bool):
         return {"embedding_scale": float(fields.get("hidden_size", int)) ** 0.5}
+    if name == "MiniCPM3ForCausalLM":
+        depth = config.num_layers**0.5
+        return {
+            "embedding_scale": factor("scale_emb", 1.0),
+            "residual_scale": factor("scale_depth", depth) / depth,
+            "logits_scale": factor("dim_model_base", config.hidden_size) / config.hidden_size,
+        }
     if name == "MuseGlimmerForConditionalGeneration":
         return {
             "query_scale": factor("qk_scale_factor", 1.0),

@@ -61,7 +61,8 @@ def state_layers(fields: JsonFields, family: Family, num_layers: int) -> tuple[b
     period = family.structure.linear_period
     if not period:
         return ()
-    require(fields, "attn_output_gate", True)
+    if family.structure.output_gate:
+        require(fields, "attn_output_gate", True)
     period = fields.get("full_attention_interval", int, period, minimum=1)
     linear = "linear_attention"
     default = [linear if (layer + 1) % period else FULL for layer in range(num_layers)]
@@ -73,7 +74,7 @@ def unrotated_layers(
     fields: JsonFields, name: str, family: Family, windows: tuple[int, ...], num_layers: int
 ) -> frozenset[int]:
     """Return the layers whose queries and keys are not rotated."""
-    if name == "SmolLM3ForCausalLM":
+    if name in ("SmolLM3ForCausalLM", "Llama4ForCausalLM"):
         return _smollm3_unrotated_layers(fields, num_layers)
     # Without any window, too: some rotate what has a window, EXAONE's models all layers if there is no length of one.
     is_exaone = family.structure in (EXAONE4, EXAONE_MOE) and fields.values.get("sliding_window") is not None
@@ -98,7 +99,7 @@ def _muse_glimmer_full_layers(num_layers: int) -> frozenset[int]:
 def _smollm3_unrotated_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
     interval = fields.get("no_rope_layer_interval", int, 4, minimum=1)
     default = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    rotates = fields.get("no_rope_layers", list, default)
+    rotates = fields.get("no_rope_layers", list, None) or default
     if len(rotates) != num_layers or not all(flag in (0, 1) for flag in rotates):
         raise CheckpointFormatError(
             f"{fields.path}: no_rope_layers: expected {num_layers} numbers 0 or 1, got {rotates!r:.80}"

@@ -5,7 +5,7 @@ import torch
 from fastinfer.formats.unpacked import Dense, Grouped, Unpacked
 from fastinfer.models.config import LatentAttentionConfig
 from fastinfer.models.latent_attention import LatentAttention
-from fastinfer.models.layer_reader import LayerReader
+from fastinfer.models.layer_reader import LayerReader, unquantized
 from fastinfer.models.norm import RMSNorm
 from fastinfer.models.position_tables import PositionTables
 
@@ -65,18 +65,11 @@ def _key_and_value_matrices(
     rows = sizes.plain_dim + sizes.value_dim
     both = linear(f"{layer}.kv_b_proj", heads * rows, sizes.rank)
     if isinstance(both, Grouped) and both.permutation is not None:
-        both = _unquantized(reader, both)
+        both = unquantized(reader, both)
     parts = _parts_of_rows(both, rows)
-    untransposed = [_unquantized(reader, part.rows(slice(0, sizes.plain_dim))) for part in parts]
+    untransposed = [unquantized(reader, part.rows(slice(0, sizes.plain_dim))) for part in parts]
     transposed: list[Unpacked] = [Dense(matrix.values.T.contiguous()) for matrix in untransposed]
     return transposed, [part.rows(slice(sizes.plain_dim, None)) for part in parts]
-
-
-def _unquantized(reader: LayerReader, weight: Unpacked) -> Dense:
-    """Return a matrix as it is, or in fp16 if it is quantised and may be rounded."""
-    if isinstance(weight, Dense):
-        return weight
-    return Dense(weight.dequantize().to(torch.float32 if reader.precision.exact else torch.float16))
 
 
 def _parts_of_rows(weight: Unpacked, count: int) -> list[Unpacked]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.formats.unpacked import Dense, Unpacked, concatenate
-from fastinfer.models.checkpoint import Checkpoint, tiled_rows
+from fastinfer.models.checkpoint import Checkpoint, split_name, tiled_rows
 from fastinfer.models.config import Precision
 from fastinfer.models.norm import LayerNorm, NoNorm, Norm, RMSNorm
 from fastinfer.models.projection import OutputProjection
@@ -130,18 +130,15 @@ class LayerReader:
         config = self.config
         weight = self.checkpoint.linear(name, config.hidden_size, in_features)
         bias = self.vector(f"{name}.bias", config.hidden_size) if has_bias else None
-        norm = self.post_norm(post_norm, scale)
+        norm = self.post_norm(post_norm, scale) if config.has_post_norms(split_name(name)[0]) else None
         module = name.rpartition(".")[2]
         return OutputProjection(module, self.weight((name,), weight, bias), norm, factor)
 
-    def post_norm(self, name: str, scale: float | None = None) -> RMSNorm | None:
-        """Read the norm of an output, for such a stream; None for a model without such norms."""
+    def post_norm(self, name: str, scale: float | None = None) -> RMSNorm:
+        """Read the norm of an output, for such a stream."""
         config = self.config
-        if not config.post_norms:
-            return None
         eps = config.norm_eps if config.post_norm_eps is None else config.post_norm_eps
-        share = config.residual_scale / (scale or self.scale)
-        return RMSNorm(self.vector(name, config.hidden_size) * share, eps)
+        return RMSNorm(self.vector(name, config.hidden_size) * (config.residual_scale / (scale or self.scale)), eps)
 
     def vocabulary(self, name: str, rows: int, width: int | None = None, columns: Tensor | None = None) -> Weight:
         """Read a matrix with a row for each token, of the hidden size or another width, or some columns of it."""
@@ -159,7 +156,7 @@ class LayerReader:
 
     def pre_norm(self, name: str, scale: float | None = None, factor: float = 1.0) -> Norm:
         """Read the norm of the input of attention or MLP, for a model with such norms; see :meth:`norm`."""
-        return self.norm(name, factor, scale) if self.config.pre_norms else NoNorm()
+        return self.norm(name, factor, scale) if self.config.has_pre_norms(split_name(name)[0]) else NoNorm()
 
     def norm(self, name: str, factor: float = 1.0, scale: float | None = None) -> Norm:
         """Read a norm of a stream that is ``scale`` times smaller than the model's; the output is times ``factor``."""
@@ -192,3 +189,10 @@ class LayerReader:
     def layer_scale(self, index: int) -> float:
         """Read the factor of a layer's output; 1 for a model whose layers have none."""
         return float(self.vector(f"layers.{index}.layer_scale", 1)) if self.config.layer_scales else 1.0
+
+
+def unquantized(reader: LayerReader, weight: Unpacked) -> Dense:
+    """Return a matrix as it is, or in fp16 if it is quantised and may be rounded."""
+    if isinstance(weight, Dense):
+        return weight
+    return Dense(weight.dequantize().to(torch.float32 if reader.precision.exact else torch.float16))

@@ -16,7 +16,7 @@ from fastinfer.weights.weight import Weight
 
 @dataclass(frozen=True, eq=False)
 class LinearAttention:
-    """Gated delta net, whose state has the same size at any length; as in Qwen3-Next and Qwen3.5.
+    """Gated delta net, whose state has the same size at any length; as in Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
     Source: Yang et al., 2024, https://arxiv.org/abs/2412.06464; ``Qwen3_5GatedDeltaNet`` of transformers.
 
@@ -53,7 +53,8 @@ class LinearAttention:
         qkv, z = self.qkvz.split_linear(x, [sizes.conv_dim, sizes.value_size], **options)
         a, b = self.head_gates.split_linear(x, [sizes.num_value_heads] * 2, **options)
         if lora is not None:
-            for name, part in (("in_proj_qkv", qkv), ("in_proj_z", z), ("in_proj_a", a), ("in_proj_b", b)):
+            projected = zip(sizes.qkv_sizes, qkv.split(list(sizes.qkv_sizes.values()), 1), strict=True)
+            for name, part in (*projected, ("in_proj_z", z), ("in_proj_a", a), ("in_proj_b", b)):
                 lora.add(name, part, x, **options)
         qkv = ops.causal_conv1d(qkv, self.conv_weight, None, cache.conv, *slots)
         out = ops.gated_delta_rule(
@@ -67,5 +68,6 @@ class LinearAttention:
             self.gated_norm_eps,
             cache.recurrent,
             *slots,
+            sizes.beta_scale,
         )
         return self.output(out, residual, lora)

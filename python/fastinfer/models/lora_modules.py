@@ -78,7 +78,7 @@ def _state_sizes(config: ModelConfig) -> Sizes:
     assert states is not None
     if isinstance(states, LinearAttentionConfig):
         heads = states.num_value_heads
-        rows = {"in_proj_qkv": states.conv_dim, "in_proj_z": states.value_size, "in_proj_a": heads, "in_proj_b": heads}
+        rows = states.qkv_sizes | {"in_proj_z": states.value_size, "in_proj_a": heads, "in_proj_b": heads}
     elif isinstance(states, Mamba2Config):
         rows = {"in_proj": states.inner_size + states.conv_dim, "in_proj_dt": states.num_heads}
     else:

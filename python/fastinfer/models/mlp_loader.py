@@ -22,7 +22,8 @@ def load_mlp(reader: LayerReader, index: int) -> MLP | None:
     if config.has_experts(index):
         if config.mlp_beside_experts:
             return _mlp_beside_experts(reader, layer, norm, factor)
-        return load_mixture(reader, layer, norm, reader.post_norm(post_norm))
+        has_norm = config.experts_post_norm or config.has_post_norms(index)
+        return load_mixture(reader, layer, norm, reader.post_norm(post_norm) if has_norm else None)
     down = reader.output(f"{layer}.down_proj", inner, config.mlp_bias, post_norm, reader.scale, factor)
     if not config.gated:
         return PlainMLP(

@@ -117,9 +117,12 @@ class MixtureOfExperts:
         logits = self.router.linear(routed)
         if lora is not None:
             lora.add("router", logits, routed)
-        routing = self._route(logits)
+        routing, scaled = self._route(logits), x
+        if self.routing.scales_inputs:
+            scaled = ops.combine_experts(x, routing.expert_weights, None)
+            routing = self._route(logits, is_weighted=False)
         away = self.experts_device
-        inputs = (x, routing, lora) if away is None else moved((x, routing, lora), away)
+        inputs = (scaled, routing, lora) if away is None else moved((scaled, routing, lora), away)
         stream = residual if self.post_norm is None else None  # which is added behind the norm
         addend = self.down.own_residual(stream)
         if self.shared is not None:  # before the experts, so that a GPU computes it while a CPU computes them
@@ -130,12 +133,13 @@ class MixtureOfExperts:
         combined = self.down.combine(out, routing, addend, stream)
         return combined if self.post_norm is None else self.post_norm(combined, residual)
 
-    def _route(self, logits: Tensor) -> ops.Routing:
+    def _route(self, logits: Tensor, *, is_weighted: bool = True) -> ops.Routing:
+        """Choose the experts; the weight of a token's only one is 1 if not ``is_weighted``."""
         config = self.routing
         return ops.route_experts(
             logits,
             self.top_k,
-            config.renormalize,
+            config.renormalize or not is_weighted,
             scoring=config.scoring,
             bias=self.choice_bias,
             num_groups=config.num_groups,

@@ -15,6 +15,9 @@ class LinearAttentionConfig:
         kernel_size: number of tokens that the convolution before the delta rule sees.
         tiled_output: whether the inputs of the output projection are those of the first value head of every key head,
             then those of the second ones, and so on, as in GGUF files; else value heads of a key head are neighbours.
+        separate_projections: whether queries, keys and values have a projection each.
+        beta_scale: see :func:`fastinfer.ops.gated_delta_rule`.
+        norm_eps: ``eps`` of the norm of each head's output; ``None`` for that of the other norms.
     """
 
     num_key_heads: int
@@ -23,6 +26,17 @@ class LinearAttentionConfig:
     value_dim: int
     kernel_size: int
     tiled_output: bool = False
+    separate_projections: bool = False
+    beta_scale: float = 1.0
+    norm_eps: float | None = None
+
+    @property
+    def qkv_sizes(self) -> dict[str, int]:
+        """Number of outputs of each projection of queries, keys and values, by its name."""
+        if not self.separate_projections:
+            return {"in_proj_qkv": self.conv_dim}
+        keys = self.num_key_heads * self.key_dim
+        return {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": self.value_size}
 
     @property
     def value_size(self) -> int:

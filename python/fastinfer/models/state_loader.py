@@ -5,13 +5,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastinfer.formats.unpacked import Dense
-from fastinfer.models.layer_reader import LayerReader
+from fastinfer.formats.unpacked import Dense, concatenate
+from fastinfer.models.layer_reader import LayerReader, unquantized
 from fastinfer.models.linear_attention import LinearAttention
 from fastinfer.models.mamba2 import Mamba2
 from fastinfer.models.norm import factor_norm
 from fastinfer.models.short_conv import ShortConv
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
+from fastinfer.weights.weight import ConcatenatedWeight, Weight
 
 
 def load_state_layer(reader: LayerReader, index: int) -> LinearAttention | Mamba2 | ShortConv:
@@ -36,17 +37,29 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
     return LinearAttention(
         sizes=sizes,
         norm=reader.pre_norm(f"{layer}.attention_norm"),
-        qkvz=reader.concatenated(
-            {f"{layer}.in_proj_qkv": sizes.conv_dim, f"{layer}.in_proj_z": sizes.value_size}, has_bias=False
-        ),
+        qkvz=_qkvz(reader, layer, sizes),
         head_gates=reader.make(Dense(torch.cat(head_gates)), 32),
         conv_weight=_conv_weight(reader, layer, sizes.conv_dim, sizes.kernel_size),
         a_log=reader.vector(f"{layer}.A_log", sizes.num_value_heads),
         dt_bias=reader.vector(f"{layer}.dt_bias", sizes.num_value_heads),
         gated_norm=reader.vector(f"{layer}.gated_norm", sizes.value_dim),
-        gated_norm_eps=config.norm_eps,
+        gated_norm_eps=config.norm_eps if sizes.norm_eps is None else sizes.norm_eps,
         output=replace(output, order=reader.order_of_value_heads(sizes)),
     )
+
+
+def _qkvz(reader: LayerReader, layer: str, sizes: LinearAttentionConfig) -> Weight:
+    """Read the projections of queries, keys, values and gates, as one weight, or gates as one of their own."""
+    parts = reader.read({f"{layer}.{name}": size for name, size in sizes.qkv_sizes.items()}, has_bias=False)
+    gates = reader.read({f"{layer}.in_proj_z": sizes.value_size}, has_bias=False)
+    matrices = [matrix for _, matrix, _ in parts]
+    if len(parts) == 1 or all(matrices[0].fits(matrix) for matrix in (*matrices, gates[0][1])):
+        return reader.joined([*parts, *gates], is_split=False)
+    # The convolution needs queries, keys and values in one.
+    if not all(matrices[0].fits(matrix) for matrix in matrices):
+        matrices = [unquantized(reader, matrix) for matrix in matrices]
+    qkv = reader.weight(tuple(name for name, _, _ in parts), concatenate(matrices), None)
+    return ConcatenatedWeight((qkv, reader.joined(gates, is_split=False)))
 
 
 def _mamba2(reader: LayerReader, layer: str, sizes: Mamba2Config) -> Mamba2:

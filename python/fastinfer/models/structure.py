@@ -9,9 +9,10 @@ class Structure:
     """Structure of a family's layers.
 
     Attributes:
-        norm, norm_bias, norm_weights, pre_norms, post_norms, qk_norm, rotated_first, v_norm, layer_scales, parallel,
-            interleaved_rope, reversed_rope, attention_sinks, output_gate, separate_gate, head_gate, normed_embedding,
-            alternating_gate_up, lm_head_bias: see :class:`fastinfer.models.config.ModelConfig`.
+        norm, norm_bias, norm_weights, pre_norms, post_norms, state_pre_norms, qk_norm, rotated_first, v_norm,
+            layer_scales, parallel, interleaved_rope, reversed_rope, attention_sinks, output_gate, separate_gate,
+            head_gate, normed_embedding, alternating_gate_up, lm_head_bias, experts_post_norm: see
+            :class:`fastinfer.models.config.ModelConfig`.
         scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
         window_period: every n-th layer has full attention, the others a window, in models with windows whose files do
             not say more; 0 for a window in all layers.
@@ -29,6 +30,7 @@ class Structure:
     norm_weights: bool = True
     pre_norms: bool = True
     post_norms: bool = False
+    state_pre_norms: bool = False
     qk_norm: str = "none"
     rotated_first: bool = False
     v_norm: bool = False
@@ -51,6 +53,7 @@ class Structure:
     short_convs: bool = False
     latent_attention: bool = False
     lm_head_bias: bool = False
+    experts_post_norm: bool = False
 
     def config_fields(self, hidden_size: int) -> dict[str, Any]:
         """Return the fields of a :class:`fastinfer.models.config.ModelConfig` that follow from the structure."""
@@ -60,6 +63,7 @@ class Structure:
             "norm_weights",
             "pre_norms",
             "post_norms",
+            "state_pre_norms",
             "qk_norm",
             "rotated_first",
             "v_norm",
@@ -74,6 +78,7 @@ class Structure:
             "head_gate",
             "normed_embedding",
             "lm_head_bias",
+            "experts_post_norm",
         )
         scale = hidden_size**0.5 if self.scaled_embedding else 1.0
         return {**{name: getattr(self, name) for name in same}, "embedding_scale": scale}
@@ -119,6 +124,7 @@ GEMMA4 = replace(GEMMA3, v_norm=True, layer_scales=True)
 VAULT_GEMMA = replace(GEMMA2, post_norms=False)
 # Also OLMo 3.
 OLMO2 = Structure(pre_norms=False, post_norms=True, qk_norm="all", window_period=4, only_full_scaled=True)
+OLMO_HYBRID = Structure(pre_norms=False, post_norms=True, state_pre_norms=True, qk_norm="all", linear_period=4)
 EXAONE4 = replace(OLMO2, qk_norm="head", only_full_scaled=False, only_windows_rotate=True)
 AFMOE = Structure(
     post_norms=True, qk_norm="head", output_gate=True, separate_gate=True, window_period=4, only_windows_rotate=True
@@ -147,4 +153,7 @@ GPT_OSS = Structure(attention_sinks=True, alternating_gate_up=True, window_perio
 GRANITE_SWA = Structure(attention_sinks=True)
 MIMO = Structure(attention_sinks=True)
 MUSE_GLIMMER = Structure(post_norms=True, qk_norm="unit", output_gate=True, separate_gate=True, normed_embedding=True)
+LLAMA4 = Structure(interleaved_rope=True)
 LATENT = Structure(latent_attention=True, interleaved_rope=True)
+MINICPM3 = Structure(latent_attention=True)
+AXK1 = replace(LATENT, experts_post_norm=True)

@@ -85,6 +85,7 @@ def gated_delta_rule(
     query_start: Tensor,
     state_reads: Tensor,
     state_writes: Tensor,
+    beta_scale: float = 1.0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -93,7 +94,7 @@ def gated_delta_rule(
     For each value head, with the q and k of its key head divided by their lengths, ``sqrt(sum(x^2) + 1e-6)``, the
     state S [key_dim, value_dim] before the token, and the head's own v, z, a and b::
 
-        decay = exp(-exp(a_log) * softplus(a + dt_bias));  beta = sigmoid(b)
+        decay = exp(-exp(a_log) * softplus(a + dt_bias));  beta = beta_scale * sigmoid(b)
         d = beta * (v - decay * S^T k)
         S = decay * S + k d^T
         o = S^T q / sqrt(key_dim)
@@ -119,6 +120,7 @@ def gated_delta_rule(
         state_reads: [seqs] int32; the slot of the state before the sequence's first token; -1 for zeros.
         state_writes: [tokens] int32; the slot that the state after the token is stored in; -1 for none. No slot may
             occur twice. A sequence may write the slot that it reads, but not one that another sequence reads.
+        beta_scale: 1, or 2 for a state that may have negative eigenvalues.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -146,7 +148,8 @@ def gated_delta_rule(
     inference_only("gated_delta_rule", "qkv z", qkv, z)
     inference_only("gated_delta_rule", "a b", a, b)
     inference_only("gated_delta_rule", "recurrent_state", recurrent_state)
-    args = (qkv, z, a, b, a_log, dt_bias, norm_weight, eps, recurrent_state, query_start, state_reads, state_writes)
+    slots = (query_start, state_reads, state_writes)
+    args = (qkv, z, a, b, a_log, dt_bias, norm_weight, eps, recurrent_state, *slots, beta_scale)
     if out is not None:
         return into(out, ops.gated_delta_rule, *args)
     return ops.gated_delta_rule.default(*args)

@@ -137,6 +137,9 @@ def _state_rows(division: Division, part: str) -> list[Rows]:
             return [numbers]
         return {
             "in_proj_qkv": [keys, keys, values],
+            "in_proj_q": [keys],
+            "in_proj_k": [keys],
+            "in_proj_v": [values],
             "conv1d": [keys, keys, values],
             "in_proj_z": [values],
             "outputs": [values],

@@ -42,7 +42,7 @@ def fold_target(name: str, config: ModelConfig) -> str | None:
     if first or part == "gate_proj" or (part == "up_proj" and not config.gated):
         # No norm, or one for both; the projections of latent attention are two weights with one norm.
         is_shared = config.latent_attention is not None or config.has_parallel_layers
-        if not (config.pre_norms and config.norm_weights) or config.parallel or (first and is_shared):
+        if not (config.has_pre_norms(index) and config.norm_weights) or config.parallel or (first and is_shared):
             return None
         return f"{layer}.{'attention_norm' if first else 'mlp_norm'}"
     if part == "down_proj" and config.gated:
@@ -117,9 +117,9 @@ def _sizes(weight: CalibratedWeight, config: ModelConfig) -> list[int]:
         return [weight.out_features]
     if weight.names[0].endswith("gate_proj"):
         return [weight.out_features // 2] * 2
-    if part == "in_proj_qkv":
+    if part.startswith("in_proj_q"):
         assert isinstance(config.states, LinearAttentionConfig)
-        return [config.states.conv_dim, config.states.value_size]
+        return [*config.states.qkv_sizes.values(), config.states.value_size]
     sizes = {"k_proj": config.kv_size(layer), "v_proj": config.kv_size(layer), "output_gate": config.gate_size(layer)}
     return [sizes.get(split_name(name)[1], config.q_size(layer)) for name in weight.names]
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.formats.text_fields import text_fields
 from fastinfer.tokenizers import library
 from fastinfer.tokenizers.tokenizer_json import check_tokenizer_json
 from fastinfer.tokenizers.vocabulary import (
@@ -113,7 +114,7 @@ class _TokenizerSettings:
         tokenizer_config = self._read("tokenizer_config.json")
         special_tokens_map = self._read("special_tokens_map.json")
         config, generation = self._read("config.json"), self._read("generation_config.json")
-        text_config = config.object("text_config") or config
+        text_config = text_fields(config) or config
         self.bos, self.eos = (
             next((_spelling(f, name) for f in (tokenizer_config, special_tokens_map) if name in f.values), None)
             for name in ("bos_token", "eos_token")

@@ -119,6 +119,13 @@ def _gpt4o() -> pre_tokenizers.PreTokenizer:
     return _split(_GPT4O)
 
 
+def _youtu() -> pre_tokenizers.PreTokenizer:
+    """Split off Hangul, East Asian punctuation, Bopomofo and other East Asian text, then like GPT-4o, digits alone."""
+    punctuation = r"[\uFF01\u2026\u201C\u201D\u2018\u2019\u2014\uFF1A\uFF1B\uFF0C\u3001-\u303F\uFE30-\uFE4F]+"
+    scripts = rf"[\uAC00-\uD7A3\u3131-\u318E]+|{punctuation}|[\u3105-\u312F]+|{_EAST_ASIAN}"
+    return _split(scripts, _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}"))
+
+
 PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
@@ -142,13 +149,15 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _deepseek_v3),
     "kimi-k2": _kimi_k2,
     "falcon": _falcon,
+    "youtu": _youtu,
 }
 
 # Their BPE encodes a word that is a token without merges (``ignore_merges`` of the tokenizers library).
 IGNORE_MERGES = frozenset(
     {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "midm-2.0", "lfm2", "pixtral", "tekken", "glm4", "glm5"}
+    | {"youtu"}
 )
 # By default they do not begin a text with the beginning-of-text token, as the others of IGNORE_MERGES do.
-NO_BOS = frozenset({"glm4", "glm5"})
+NO_BOS = frozenset({"glm4", "glm5", "youtu"})
 # They normalise a text to NFC first.
 NORMALIZE_NFC = frozenset({"qwen2", "deepseek-r1-qwen", "command-r", "qwen35", "stablelm2", "megrez", "kormo"})
