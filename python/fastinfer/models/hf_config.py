@@ -7,7 +7,7 @@ from typing import Any
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_LAYERS, ModelConfig
-from fastinfer.models.families import FAMILIES, Family
+from fastinfer.models.families import FAMILIES, RENAMED, Family
 from fastinfer.models.hf_experts import num_experts, router, shared_intermediate_size
 from fastinfer.models.hf_falcon_h1 import falcon_h1_factors, falcon_h1_mamba2, prepare_falcon_h1
 from fastinfer.models.hf_fields import Sizes, activation, require
@@ -43,6 +43,7 @@ def family_of(fields: JsonFields) -> tuple[str, Family]:
     """
     names = fields.get("architectures", list, [])
     name = str(names[0]) if names else f"model_type {fields.get('model_type', str, 'none')!r}"
+    name = RENAMED.get(name, name)
     if name not in FAMILIES:
         raise UnsupportedModelError(
             f"{fields.path}: architecture {name} is not implemented; supported are {', '.join(FAMILIES)}"
