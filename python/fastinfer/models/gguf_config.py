@@ -40,7 +40,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         name = f"{architecture}.{key}"
         if default is None:
             return file.get(name, int, minimum=1, maximum=MAX_SIZE)
-        return file.get(name, int, default, minimum=1, maximum=MAX_SIZE)
+        # A file may write 0 where another leaves out the key, as those of Phi-4 do for the window.
+        return file.get(name, int, default, minimum=min(default, 1), maximum=MAX_SIZE)
 
     def number(key: str, default: float, minimum: float = 0.0) -> float:
         return file.get(f"{architecture}.{key}", float, default, minimum=minimum)
@@ -74,10 +75,14 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     epsilon = "layer_norm_epsilon" if structure.norm == "layer_norm" else "layer_norm_rms_epsilon"
     num_experts = size("expert_count", 0)
     num_dense = file.get(f"{architecture}.leading_dense_block_count", int, 0, minimum=0) if num_experts else 0
-    rope_theta = number("rope.freq_base", 10000.0, minimum=1.001)
+    # The second names are those of Ollama's files of Gemma 3.
+    rope_theta = number("rope.freq_base", number("rope.global.freq_base", 10000.0, minimum=1.001), minimum=1.001)
     window = size("attention.sliding_window", family.window)
     windows = periodic_windows(window, structure.window_period, num_layers) if window else ()
-    local_rope_theta = rope_theta if structure.only_full_scaled and windows else family.local_rope_theta
+    local_rope_theta = rope_theta if structure.only_full_scaled and windows else None
+    if family.local_rope_theta is not None:
+        usual = number("rope.local.freq_base", family.local_rope_theta, minimum=1.001)
+        local_rope_theta = number("rope.freq_base_swa", usual, minimum=1.001)
     period = family.no_rope_period
     unrotated_layers = frozenset(layer for layer in range(num_layers) if period and (layer + 1) % period == 0)
     # The key says whether anything is rotated.
