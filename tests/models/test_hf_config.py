@@ -440,6 +440,15 @@ def test_width_of_the_shared_expert(tmp_path: Path, architecture: str, values: d
     assert read(tmp_path, architecture, **experts, **values).shared_intermediate_size == width
 
 
+@pytest.mark.parametrize("name", [None, "silu", "swish", "sigmoid"])
+def test_gate_of_linear_attention(tmp_path: Path, name: str | None) -> None:
+    if name == "sigmoid":
+        with pytest.raises(UnsupportedModelError, match="output_gate_type must be 'silu', got 'sigmoid'"):
+            read(tmp_path, "Qwen3_5ForCausalLM", output_gate_type=name)
+    else:
+        assert read(tmp_path, "Qwen3_5ForCausalLM", output_gate_type=name).states is not None
+
+
 def test_groups_of_experts(tmp_path: Path) -> None:
     config = read(tmp_path, "Glm4MoeForCausalLM", **GLM, n_group=8, topk_group=4)
     assert (config.router.num_groups, config.router.top_groups) == (8, 4)
