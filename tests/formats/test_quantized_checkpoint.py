@@ -149,12 +149,14 @@ def test_unsupported_settings(name: str, path: str, value: Any, message: str) ->
     ("name", "key", "value"),
     [
         ("fp8", "fmt", "float8_e4m3fn"),
+        ("gptq", "dynamic", {"-:.*attn.*": {}}),
+        ("awq", "dynamic", {"-:.*attn.*": {}}),
         ("modelopt fp8", "quant_method", None),
         ("modelopt nvfp4", "quant_method", None),
         ("modelopt nvfp4", "quant_algo", "W4A16_NVFP4"),
     ],
 )
-def test_other_names_of_the_same_settings(name: str, key: str, value: str | None) -> None:
+def test_settings_that_change_nothing(name: str, key: str, value: Any) -> None:
     layer = LAYERS[name]()
     usual = read_linear(dict(layer.tensors), NAME, layer.config).dequantize()
     config = {**layer.config, key: value} if value else {k: own for k, own in layer.config.items() if k != key}
