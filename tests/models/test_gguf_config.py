@@ -131,6 +131,11 @@ def test_granite_without_rotations_is_refused(tmp_path: Path) -> None:
         read_gguf_config(written(tmp_path, "granite-plain", rope__scaling__finetuned=False))
 
 
+def test_falcon_h1_without_its_factors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"ssm\.has_mup: the first converter's files are not implemented"):
+        read_gguf_config(written(tmp_path, "falcon-h1", ssm__has_mup=True))
+
+
 def test_norms_of_queries_of_a_family_without_are_refused(model_path: Path) -> None:
     file = GGUFFile(model_path)
     file.tensors["blk.0.attn_q_norm.weight"] = file.tensors["output_norm.weight"]
