@@ -124,14 +124,14 @@ UNSUPPORTED = [
     ("float-quantized", "config_groups/group_0/weights/strategy", "group", "strategy 'group' is not implemented"),
     ("float-quantized", "config_groups/group_0/weights/symmetric", False, "asymmetric weights are not implemented"),
     ("nvfp4", "config_groups/group_0/weights/group_size", 32, "group_size 32 is not implemented; supported: 16"),
-    ("fp8", "fmt", "e5m2", "fmt 'e5m2' is not implemented; supported: e4m3"),
+    ("fp8", "fmt", "e5m2", "fmt 'e5m2' is not implemented; supported: e4m3, float8_e4m3fn"),
     ("fp8", "expert_dtype", "fp4", "expert_dtype 'fp4' is not implemented; supported: fp8"),
     ("fp8", "scale_fmt", "ue4m3", "scale_fmt 'ue4m3' is not implemented; supported: float, ue8m0"),
     (
         "modelopt fp8",
         "quant_algo",
         "W4A8_AWQ",
-        "quant_algo 'w4a8_awq' is not implemented; supported: fp8, nvfp4, mixed_precision",
+        "quant_algo 'w4a8_awq' is not implemented; supported: fp8, nvfp4, w4a16_nvfp4, mixed_precision",
     ),
 ]
 
@@ -143,6 +143,25 @@ def test_unsupported_settings(name: str, path: str, value: Any, message: str) ->
     with pytest.raises(UnsupportedModelError, match=message) as error:
         parse_quantization_config(config)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("fp8", "fmt", "float8_e4m3fn"),
+        ("gptq", "dynamic", {"-:.*attn.*": {}}),
+        ("awq", "dynamic", {"-:.*attn.*": {}}),
+        ("modelopt fp8", "quant_method", None),
+        ("modelopt nvfp4", "quant_method", None),
+        ("modelopt nvfp4", "quant_algo", "W4A16_NVFP4"),
+    ],
+)
+def test_settings_that_change_nothing(name: str, key: str, value: Any) -> None:
+    layer = LAYERS[name]()
+    usual = read_linear(dict(layer.tensors), NAME, layer.config).dequantize()
+    config = {**layer.config, key: value} if value else {k: own for k, own in layer.config.items() if k != key}
+    assert config != layer.config
+    assert torch.equal(read_linear(layer.tensors, NAME, config).dequantize(), usual)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +291,7 @@ def test_an_expert_that_a_stack_does_not_have() -> None:
     "config",
     [
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_algo": "NVFP4"},
         {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
         {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": "nvfp4-pack-quantized"}}},
     ],

@@ -98,9 +98,42 @@ def test_length_after_which_queries_grow(keys: dict[str, int], length: int, tmp_
     assert (config.query_growth, config.query_length) == (0.1, length)
 
 
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("phi3", {"attention__sliding_window": 0}),
+        ("llama2", {"expert_count": 0, "expert_used_count": 0, "expert_feed_forward_length": 0}),
+    ],
+)
+def test_zeros_for_what_a_model_does_not_have(family: str, keys: dict[str, int], tmp_path: Path) -> None:
+    file = written(tmp_path, family, **keys)
+    architecture = file.metadata["general.architecture"]
+    config = read_gguf_config(file)
+    for key in keys:
+        del file.metadata[f"{architecture}.{key.replace('__', '.')}"]
+    assert read_gguf_config(file) == config
+    assert (config.windows, config.num_experts) == ((), 0)
+
+
+def test_names_of_rotary_bases(tmp_path: Path) -> None:
+    file = written(tmp_path, "gemma3-plain")
+    del file.metadata["gemma3.rope.freq_base"]
+    file.metadata |= {"gemma3.rope.global.freq_base": 30000.0, "gemma3.rope.local.freq_base": 20000.0}
+    config = read_gguf_config(file)
+    assert (config.rope_theta, config.local_rope_theta) == (30000.0, 20000.0)
+    file.metadata |= {"gemma3.rope.freq_base": 50000.0, "gemma3.rope.freq_base_swa": 40000.0}
+    config = read_gguf_config(file)
+    assert (config.rope_theta, config.local_rope_theta) == (50000.0, 40000.0)
+
+
 def test_granite_without_rotations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="without rotary positions are not implemented"):
         read_gguf_config(written(tmp_path, "granite-plain", rope__scaling__finetuned=False))
+
+
+def test_falcon_h1_without_its_factors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"ssm\.has_mup: the first converter's files are not implemented"):
+        read_gguf_config(written(tmp_path, "falcon-h1", ssm__has_mup=True))
 
 
 def test_norms_of_queries_of_a_family_without_are_refused(model_path: Path) -> None:

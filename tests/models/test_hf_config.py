@@ -239,6 +239,12 @@ def test_layers_that_do_not_know_positions(tmp_path: Path) -> None:
         read(tmp_path, "SmolLM3ForCausalLM", no_rope_layers=[1, 2] * 4)
     exaone = {"sliding_window": 4096, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2}
     assert read(tmp_path, "Exaone4ForCausalLM", **exaone).unrotated_layers == {3, 7}
+    letters = {"sliding_window": 4096, "sliding_window_pattern": "LGL"}
+    assert read(tmp_path, "Exaone4ForCausalLM", **letters).unrotated_layers == {1, 4, 7}
+    assert read(tmp_path, "Exaone4ForCausalLM", **exaone | letters).unrotated_layers == {3, 7}
+    for pattern in ("", "LLX"):
+        with pytest.raises(CheckpointFormatError, match=r"sliding_window_pattern: expected letters L and G, got '"):
+            read(tmp_path, "Exaone4ForCausalLM", sliding_window=4096, sliding_window_pattern=pattern)
     assert read(tmp_path, "Exaone4ForCausalLM", sliding_window=None).unrotated_layers == set()
     assert read(tmp_path, "Cohere2ForCausalLM", sliding_window=4096, logit_scale=0.25).unrotated_layers == {3, 7}
     with pytest.raises(UnsupportedModelError, match="use_qk_norm must be False, got True"):
@@ -296,6 +302,7 @@ def test_names_of_settings(tmp_path: Path) -> None:
     assert (config.num_experts, config.experts_per_token) == (8, 2)
     config = read(tmp_path, "Ernie4_5_MoeForCausalLM", moe_num_experts=16, moe_k=3, moe_intermediate_size=32)
     assert (config.num_experts, config.experts_per_token) == (16, 3)
+    assert read(tmp_path, "Ernie4_5_ForCausalLM").architecture == "Ernie4_5ForCausalLM"
     dots = {**experts, "n_routed_experts": 8, "scoring_func": "noaux_tc"}  # as its files call sigmoids
     assert read(tmp_path, "Dots1ForCausalLM", **dots).router.scoring == "sigmoid"
 
@@ -453,6 +460,29 @@ def test_qwen_layers_without_experts(tmp_path: Path) -> None:
     assert config.dense_layers == {0, 1, 2, 4, 6, 7}
     assert (config.shared_intermediate_size, config.shared_expert_gate, config.qkv_bias) == (5632, True, True)
     assert config.router == RouterConfig(renormalize=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "width"),
+    [
+        ("Qwen3MoeForCausalLM", {"shared_expert_intermediate_size": 0}, 0),  # as in the largest Qwen3-Coder
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 48}, 48),
+        ("Qwen3_5MoeForCausalLM", {"linear_num_value_heads": 16}, 512),
+        ("Qwen3NextForCausalLM", {"shared_expert_intermediate_size": 64}, 64),
+    ],
+)
+def test_width_of_the_shared_expert(tmp_path: Path, architecture: str, values: dict[str, Any], width: int) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    assert read(tmp_path, architecture, **experts, **values).shared_intermediate_size == width
+
+
+@pytest.mark.parametrize("name", [None, "silu", "swish", "sigmoid"])
+def test_gate_of_linear_attention(tmp_path: Path, name: str | None) -> None:
+    if name == "sigmoid":
+        with pytest.raises(UnsupportedModelError, match="output_gate_type must be 'silu', got 'sigmoid'"):
+            read(tmp_path, "Qwen3_5ForCausalLM", output_gate_type=name)
+    else:
+        assert read(tmp_path, "Qwen3_5ForCausalLM", output_gate_type=name).states is not None
 
 
 def test_groups_of_experts(tmp_path: Path) -> None:

@@ -93,6 +93,33 @@ def test_tools(reference: Any, arguments: Any, content: dict[str, Any]) -> None:
     assert '1add{"a": [1, "ü"]}' in ours
 
 
+ONLY_WITHOUT_CONTENT = (
+    "{% for m in messages %}{% if m['content'] is not none %}{{ m.role + ':' + m['content'] }}"
+    "{% elif m.tool_calls %}{% for t in m.tool_calls %}{{ t.function.name + t.function.arguments }}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+JOINS_ARGUMENTS = (
+    "{% for m in messages %}{{ m.role + ':' + m.content }}"
+    "{% for t in m.tool_calls %}{{ t.function.name + t.function.arguments }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "header"), [(ONLY_WITHOUT_CONTENT, ""), (JOINS_ARGUMENTS, "assistant:")])
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("arguments", ['{"a": "ü"}', {"a": "ü"}])
+def test_templates_that_take_calls_in_one_form_alone(
+    template: str, header: str, content: str | None, arguments: Any
+) -> None:
+    """Those of DeepSeek-R1 write calls beside no content, and their arguments as a text."""
+    messages = [*HELLO, call(arguments, content=content), {"role": "tool", "content": "3"}]
+    assert render(template, messages) == f'user:Hello{header}add{{"a": "ü"}}tool:3'
+
+
+def test_a_content_beside_calls_stays() -> None:
+    template = ONLY_WITHOUT_CONTENT.replace("elif", "endif %}{% if")
+    assert render(template, [*HELLO, call({}, content="So:")]) == "user:Helloassistant:So:add{}"
+
+
 def test_empty_arguments() -> None:
     for arguments in ("", "{}", {}):
         assert render(TOOL_TEMPLATE, [call(arguments)]).endswith("assistant:1add{};")

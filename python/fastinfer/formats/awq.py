@@ -16,7 +16,7 @@ from torch import Tensor
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.linear_tensors import DENSE_DTYPES, LinearTensors
 from fastinfer.formats.packed_integers import unpack_integers
-from fastinfer.formats.quantization_settings import one_of, refuse, setting
+from fastinfer.formats.quantization_settings import one_of, refuse_dynamic, setting
 from fastinfer.formats.unpacked import Dense, Int4, Int8
 from fastinfer.formats.zero_points import with_zero_points
 
@@ -42,7 +42,7 @@ class AWQFormat:
         one_of(config, "bits", (4,), 4)
         key = "version" if config.get("version") else "format"
         one_of(config, key, ("gemm",), "gemm")
-        refuse(config, "dynamic")
+        refuse_dynamic(config)
         if not setting(config, "zero_point", bool, True):
             raise UnsupportedModelError("quantization_config: zero_point False is not implemented for AWQ")
         return cls(setting(config, "group_size", int))

@@ -47,7 +47,7 @@ class FP8Format:
             UnsupportedModelError: a setting is not implemented.
             CheckpointFormatError: a setting is of the wrong type.
         """
-        one_of(config, "fmt", ("e4m3",), "e4m3")
+        one_of(config, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")  # two names of the same type
         one_of(config, "scale_fmt", ("float", "ue8m0"), "float")  # powers of two, which are still stored as floats
         one_of(config, "expert_dtype", ("fp8",), "fp8")
         sizes = setting(config, "weight_block_size", list, None)

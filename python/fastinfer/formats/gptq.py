@@ -15,7 +15,7 @@ import torch
 
 from fastinfer.formats.linear_tensors import DENSE_DTYPES, LinearTensors
 from fastinfer.formats.packed_integers import unpack_integers
-from fastinfer.formats.quantization_settings import one_of, refuse, setting
+from fastinfer.formats.quantization_settings import one_of, refuse, refuse_dynamic, setting
 from fastinfer.formats.unpacked import Dense, Int4, Int8
 from fastinfer.formats.zero_points import with_zero_points
 
@@ -45,9 +45,7 @@ class GPTQFormat:
             CheckpointFormatError: a setting is missing or of the wrong type.
         """
         refuse(config, "is_marlin_format", "rotation", "adapter")
-        # "-:" and a pattern: layers that are not quantised, which their tensors show.
-        layers = setting(config, "dynamic", dict, {})
-        refuse({"dynamic": {name: own for name, own in layers.items() if not name.startswith("-:")}}, "dynamic")
+        refuse_dynamic(config)
         one_of(config, "pack_dtype", ("int32",), "int32")
         key = "checkpoint_format" if config.get("checkpoint_format") else "format"
         return cls(

@@ -20,7 +20,7 @@ from fastinfer.formats.nvfp4 import read_nvfp4
 from fastinfer.formats.quantization_settings import one_of
 from fastinfer.formats.unpacked import Dense, Int8
 
-ALGORITHMS = ("fp8", "nvfp4", "mixed_precision")
+ALGORITHMS = ("fp8", "nvfp4", "w4a16_nvfp4", "mixed_precision")
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,19 @@ def refuse(config: Mapping[str, Any], *keys: str) -> None:
             raise UnsupportedModelError(f"quantization_config: {key!r} is not implemented, got {config[key]!r:.90}")
 
 
+def refuse_dynamic(config: Mapping[str, Any]) -> None:
+    """Refuse settings of single layers, as GPTQModel writes them, other than those of layers that are not quantised.
+
+    These have "-:" before the pattern of their names, and their tensors show it.
+
+    Raises:
+        UnsupportedModelError: a layer has settings of its own.
+        CheckpointFormatError: the setting is of the wrong type.
+    """
+    layers = setting(config, "dynamic", dict, {})
+    refuse({"dynamic": {name: own for name, own in layers.items() if not name.startswith("-:")}}, "dynamic")
+
+
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a regular expression for names of layers.
 

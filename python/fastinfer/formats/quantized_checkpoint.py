@@ -55,13 +55,18 @@ def parse_quantization_config(config: Mapping[str, Any] | None) -> CheckpointFor
     """
     if config is None:
         return None
-    method = setting(config, "quant_method", str)
+    method = _method(config)
     if method not in FORMATS:
         supported = ", ".join(FORMATS)
         raise UnsupportedModelError(
             f"quantization_config: quant_method {method!r} is not implemented; supported: {supported}"
         )
     return FORMATS[method](config)
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    """Return the name of the method; Model Optimizer has not always written it."""
+    return setting(config, "quant_method", str, *(("modelopt",) if "quant_algo" in config else ()))
 
 
 def read_linear(
@@ -103,7 +108,7 @@ class PackedSizes:
         config = config or {}
         # Int8 with an fp16 scale per 32 inputs, or fp32.
         self._float_bits = 32 if exact else 8.5
-        self._is_nvfp4 = config.get("quant_method") == "modelopt" or "nvfp4-pack-quantized" in str(config)
+        self._is_nvfp4 = "quant_algo" in config or "nvfp4-pack-quantized" in str(config)
         bits = config.get("bits")
         self._widened = WIDENED.get(bits, 1.0) if type(bits) is int else 1.0
 

@@ -330,7 +330,12 @@ _QWEN3_5_MOE = replace(
     _QWEN3_5,
     layer={**_QWEN3_5.layer, "shared_expert": "mlp.shared_expert"},
     stacked=_STACKED,
-    defaults={**_QWEN3_5.defaults, "norm_topk_prob": True, "shared_expert_gate": True},
+    defaults={
+        **_QWEN3_5.defaults,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 512,
+        "shared_expert_gate": True,
+    },
 )
 # What their code takes where config.json does not say it.
 _GRANITE_SWA = {"sliding_window": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
@@ -1051,3 +1056,6 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
+
+# Other names that files have for an architecture, with the usual ones.
+RENAMED = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}

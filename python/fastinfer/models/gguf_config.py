@@ -44,7 +44,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         name = f"{architecture}.{key}"
         if default is None:
             return file.get(name, int, minimum=1, maximum=MAX_SIZE)
-        return file.get(name, int, default, minimum=1, maximum=MAX_SIZE)
+        # A file may write 0 where another leaves out the key, as those of Phi-4 do for the window.
+        return file.get(name, int, default, minimum=min(default, 1), maximum=MAX_SIZE)
 
     def number(key: str, default: float, minimum: float = 0.0) -> float:
         return file.get(f"{architecture}.{key}", float, default, minimum=minimum)
@@ -87,14 +88,18 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     epsilon = "layer_norm_epsilon" if structure.norm == "layer_norm" else "layer_norm_rms_epsilon"
     num_experts = size("expert_count", 0)
     dense = _dense_layers(file, architecture, num_layers) if num_experts else frozenset()
-    rope_theta = number("rope.freq_base", 10000.0, minimum=1.001)
+    # The second names are those of Ollama's files of Gemma 3.
+    rope_theta = number("rope.freq_base", number("rope.global.freq_base", 10000.0, minimum=1.001), minimum=1.001)
     window = size("attention.sliding_window", family.window)
     windows = periodic_windows(window, structure.window_period, num_layers) if window else ()
     if windows and isinstance(file.metadata.get(f"{architecture}.attention.sliding_window_pattern"), np.ndarray):
         windows = windows_by_layer(file, architecture)[:num_layers]
-    local_rope_theta = family.local_rope_theta
+    local_rope_theta = None
     if structure.only_full_scaled and windows:
         local_rope_theta = number("rope.freq_base_swa", rope_theta, minimum=1.001)
+    elif family.local_rope_theta is not None:
+        usual = number("rope.local.freq_base", family.local_rope_theta, minimum=1.001)
+        local_rope_theta = number("rope.freq_base_swa", usual, minimum=1.001)
     period = family.no_rope_period
     unrotated_layers = frozenset(layer for layer in range(num_layers) if period and (layer + 1) % period == 0)
     # The key says whether anything is rotated.

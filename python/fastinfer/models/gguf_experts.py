@@ -35,5 +35,5 @@ def shared_intermediate_size(file: GGUFFile, architecture: str) -> int:
     """Return the width of the shared expert, 0 for none."""
     key = f"{architecture}.expert_shared_feed_forward_length"
     count = file.get(f"{architecture}.expert_shared_count", int, 0, minimum=0, maximum=64)
-    width = file.get(f"{architecture}.expert_feed_forward_length", int, 0, minimum=1, maximum=MAX_SIZE)
-    return file.get(key, int, 0, minimum=1, maximum=MAX_SIZE) or count * width
+    width = file.get(f"{architecture}.expert_feed_forward_length", int, 0, minimum=0, maximum=MAX_SIZE)
+    return file.get(key, int, 0, minimum=0, maximum=MAX_SIZE) or count * width

@@ -33,6 +33,11 @@ def state_layers(file: GGUFFile, architecture: str, num_blocks: int) -> StateLay
     """Return which layers have a state instead of keys and values, given the number of the file's layers."""
     structure = ARCHITECTURES[architecture].structure
     if structure is FALCON_H1:
+        if (key := f"{architecture}.ssm.has_mup") in file.metadata:
+            raise UnsupportedModelError(
+                f"{file.path}: {key}: the first converter's files are not implemented, whose weights lack the model's "
+                "factors"
+            )
         return StateLayers((True, False) * num_blocks, split_layers(num_blocks))
     if structure is NEMOTRON_H:
         stored, flags, sizes = nemotron_h_layers(file, architecture, num_blocks)

@@ -8,7 +8,7 @@ from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.formats.text_fields import text_fields
 from fastinfer.models.config import MAX_LAYERS, ModelConfig
-from fastinfer.models.families import FAMILIES, MISSING, Family
+from fastinfer.models.families import FAMILIES, MISSING, RENAMED, Family
 from fastinfer.models.hf_cohere2_moe import cohere2_moe_config, cohere2_moe_structure, prepare_cohere2_moe
 from fastinfer.models.hf_experts import num_experts, prepare_hunyuan_moe, router, shared_intermediate_size
 from fastinfer.models.hf_falcon_h1 import falcon_h1_factors, falcon_h1_mamba2, prepare_falcon_h1
@@ -64,6 +64,7 @@ def family_of(fields: JsonFields) -> tuple[str, JsonFields]:
     """
     names = fields.get("architectures", list, [])
     name = str(names[0]) if names else f"model_type {fields.get('model_type', str, 'none')!r}"
+    name = RENAMED.get(name, name)
     if name in MISSING:
         raise UnsupportedModelError(f"{fields.path}: architecture {name} is not implemented: it needs {MISSING[name]}")
     if (part := text_part(fields, name)) is not None:

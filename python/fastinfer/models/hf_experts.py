@@ -47,8 +47,7 @@ def router(fields: JsonFields, family: Family, experts: int) -> RouterConfig:
 
 def shared_intermediate_size(fields: JsonFields, size: Sizes) -> int:
     """Return the width of the shared expert, 0 for none."""
-    if size("shared_expert_intermediate_size", 0):
-        return size("shared_expert_intermediate_size")
-    if fields.get("shared_intermediate_size", int, 0, minimum=0, maximum=MAX_SIZE):
-        return size("shared_intermediate_size")
+    for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if width := fields.get(key, int, 0, minimum=0, maximum=MAX_SIZE):
+            return width
     return fields.get("n_shared_experts", int, 0, minimum=0, maximum=64) * size("moe_intermediate_size", 0)

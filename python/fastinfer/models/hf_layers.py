@@ -31,8 +31,20 @@ def attention_windows(fields: JsonFields, name: str, family: Family, num_layers:
     # Older files have no layer_types; these are the rules in the families' own code.
     if is_windowed := _windowed_layers(fields, name, num_layers):
         return tuple(window if is_windowed(layer) else 0 for layer in range(num_layers))
+    if isinstance(fields.values.get("sliding_window_pattern"), str):
+        return tuple(window if is_local else 0 for is_local in _local_layers(fields, num_layers))
     period = fields.get("sliding_window_pattern", int, family.structure.window_period, minimum=1)
     return periodic_windows(window, period, num_layers)
+
+
+def _local_layers(fields: JsonFields, num_layers: int) -> list[bool]:
+    """Return which layers have a window by a pattern of letters that repeats, as in EXAONE 4: local and global."""
+    pattern = fields.get("sliding_window_pattern", str)
+    if not pattern or not set(pattern) <= {"L", "G"}:
+        raise CheckpointFormatError(
+            f"{fields.path}: sliding_window_pattern: expected letters L and G, got {pattern!r:.80}"
+        )
+    return [pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]
 
 
 def _windowed_layers(fields: JsonFields, name: str, num_layers: int) -> Callable[[int], bool] | None:

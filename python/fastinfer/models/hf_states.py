@@ -16,6 +16,9 @@ MAMBA = "linear_attention"  # as transformers has named them since version 5
 def linear_attention(fields: JsonFields, size: Sizes) -> LinearAttentionConfig:
     """Return the sizes of the layers with linear attention, which must be those that the operators support."""
     require(fields, "hidden_act", "silu")  # the activation of the convolution, too
+    # Files since Qwen3.6 name the activation of the gate. transformers takes the same one whatever they say.
+    if fields.values.get("output_gate_type") != "swish":  # another name of it
+        require(fields, "output_gate_type", "silu")
     sizes = LinearAttentionConfig(
         num_key_heads=size("linear_num_key_heads"),
         num_value_heads=size("linear_num_value_heads"),

@@ -1,5 +1,7 @@
 """Rendering of chat messages as a prompt, with the Jinja template of the model's file."""
 
+import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,6 +13,7 @@ from fastinfer.utils.text import one_line
 
 _process = TemplateProcess()
 _MARK = "@@@"
+_TESTS_CONTENT = re.compile(r"""(?<!\w)content['"]?\]? is (?:not )?none""")
 
 
 def render(
@@ -51,6 +54,8 @@ def render(
         for message in normalized:
             if isinstance(message["content"], str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
+    if any(message.get("tool_calls") for message in normalized):
+        normalized = _with_call_form(normalized, *_call_form(template))
     names |= {"messages": normalized, "add_generation_prompt": add_generation_prompt}
     kind, text = _process.render(template, names)
     match kind:
@@ -77,6 +82,40 @@ def _reads_parts_alone(template: str) -> bool:
         return kind == "text" and _MARK in text
 
     return not writes(_MARK) and writes([{"type": "text", "text": _MARK}])
+
+
+@lru_cache
+def _call_form(template: str) -> tuple[bool, bool]:
+    """Return whether a message with tool calls has a content of ``None`` instead of "", and arguments as JSON text.
+
+    Most templates take "" and an object. A few write tool calls only beside ``None``, or join the arguments to a text.
+    """
+    calls = [{"id": "0" * 9, "type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}]
+    user: dict[str, Any] = {"role": "user", "content": "?"}
+    messages = [user, {"role": "assistant", "content": "", "tool_calls": calls}]
+    names = {"tools": None, "documents": None, "bos_token": "", "eos_token": "", "add_generation_prompt": True}
+    contents = (True, False) if _TESTS_CONTENT.search(template) else (False,)
+    for form in ((is_none, is_text) for is_none in contents for is_text in (False, True)):
+        kind, text = _process.render(template, names | {"messages": _with_call_form(messages, *form)})
+        if kind == "text" and text.count(_MARK) == 3:
+            return form
+    return False, False
+
+
+def _with_call_form(messages: list[dict[str, Any]], is_none: bool, is_text: bool) -> list[dict[str, Any]]:
+    """Return messages whose tool calls have this form, see :func:`_call_form`."""
+    formed = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            message = {**message, "content": message["content"] or (None if is_none else "")}
+            if is_text:
+                texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
+                message["tool_calls"] = [
+                    {**call, "function": {**call["function"], "arguments": text}}
+                    for call, text in zip(calls, texts, strict=True)
+                ]
+        formed.append(message)
+    return formed
 
 
 def before_user_message(template: str, bos_token: str = "", eos_token: str = "") -> str:
