@@ -135,6 +135,8 @@ def test_values_smaller_than_keys(tmp_path: Path) -> None:
         ("Step3p5ForCausalLM", "a SwiGLU that is clamped in some layers, and layers with different numbers of query"),
         ("MiniMaxM3SparseForConditionalGeneration", "sparse attention to blocks that an index of the keys chooses"),
         ("Kolibri1ForCausalLM", "experts that are chosen by their logits and a bias before the sigmoid"),
+        ("KimiLinearForCausalLM", "a delta rule with a gate for each channel"),
+        ("PaliGemmaForConditionalGeneration", "attention in both directions within a prompt"),
     ],
 )
 def test_families_that_need_more(name: str, missing: str, tmp_path: Path) -> None:

@@ -232,16 +232,3 @@ def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) 
     with pytest.raises(FastinferError, match=message) as caught:
         read_hf_config(tmp_path / "config.json")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "missing"),
-    [
-        ("KimiLinearForCausalLM", "a delta rule with a gate for each channel"),
-        ("PaliGemmaForConditionalGeneration", "attention in both directions within a prompt"),
-    ],
-)
-def test_what_an_architecture_would_need(architecture: str, missing: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    with pytest.raises(FastinferError, match=f"architecture {architecture} needs {missing}, which is not implemented"):
-        read_hf_config(tmp_path / "config.json")
