@@ -1,6 +1,7 @@
 """Reader of the tokenizer in a GGUF file: BPE with merges, of bytes or as in Gemma 4, or SentencePiece with scores."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
@@ -136,7 +137,11 @@ def _gemma4(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
         )
     # No token has a line end beside another character.
     encode = _encode(tokens, model, normalizers.Replace(" ", SPACE), pre_tokenizers.Split(Regex(r"\n+"), "isolated"))
-    return tokens.vocabulary(to_bytes=sentencepiece_bytes, literal=True, add_bos=True, adds_space=False), encode
+    vocabulary = tokens.vocabulary(to_bytes=sentencepiece_bytes, literal=True, add_bos=True, adds_space=False)
+    if vocabulary.bos_id is not None:
+        # Early files, Google's own too, have an add_bos_token of false, but without bos the model repeats itself.
+        vocabulary = replace(vocabulary, prefix=(vocabulary.bos_id,))
+    return vocabulary, encode
 
 
 def _encode(
