@@ -53,6 +53,12 @@ def test_ids_and_text(text: str, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(got) == text
 
 
+def test_texts_begin_with_bos_even_if_the_file_says_no(tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path / "tokenizer.gguf", values(add_bos_token=False), "gemma4")
+    tokenizer = Tokenizer.from_gguf(file)
+    assert tokenizer.encode("ab", parse_special=False)[0] == tokenizer.bos_id == 2
+
+
 def test_control_tokens_are_found_on_request(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("ab<eos>", parse_special=True)[-1] == 1
     assert 1 not in tokenizer.encode("ab<eos>", parse_special=False)

@@ -309,6 +309,11 @@ def test_toy_vocabulary(tmp_path: Path) -> None:
 def test_end_tokens_named_by_the_file(tmp_path: Path) -> None:
     toy = Tokenizer.from_gguf(toy_file(tmp_path, eos_token_id=0, eot_token_id=1, eom_token_id=2))
     assert toy.eos_ids == {0, 1, 2, 9}
+
+
+def test_ends_of_an_answer_in_a_list(tmp_path: Path) -> None:
+    toy = Tokenizer.from_gguf(toy_file(tmp_path, eos_token_id=0, eos_token_ids=[0, 3, 5]))
+    assert toy.eos_ids == {0, 3, 5, 9}
     assert toy.eos_token == "a"
 
 
@@ -400,6 +405,9 @@ def test_qwen2_composes_characters(tmp_path: Path) -> None:
         ({"bos_token_id": 17}, GGUFFormatError, "'tokenizer.ggml.bos_token_id': expected 0 to 16, got 17"),
         ({"eos_token_id": -1}, GGUFFormatError, "'tokenizer.ggml.eos_token_id': expected 0 to 16, got -1"),
         ({"eot_token_id": "x"}, GGUFFormatError, "'tokenizer.ggml.eot_token_id': expected int, got 'x'"),
+        ({"eos_token_ids": [3, 17]}, GGUFFormatError, "'tokenizer.ggml.eos_token_ids': expected integers of 0 to 16"),
+        ({"eos_token_ids": [3, -1]}, GGUFFormatError, "'tokenizer.ggml.eos_token_ids': expected integers of 0 to 16"),
+        ({"eos_token_ids": [0.5]}, GGUFFormatError, "'tokenizer.ggml.eos_token_ids': expected integers of 0 to 16"),
     ],
 )
 def test_bad_tokenizer_metadata(

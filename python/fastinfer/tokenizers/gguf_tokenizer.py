@@ -1,6 +1,7 @@
 """Reader of the tokenizer in a GGUF file: BPE with merges, of bytes or as in Gemma 4, or SentencePiece with scores."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
@@ -64,6 +65,15 @@ class _Tokens:
         key = f"tokenizer.ggml.{name}_token_id"
         return self.file.get(key, int, None, minimum=0, maximum=len(self.spellings) - 1)
 
+    def listed_ends(self) -> list[int]:
+        """Return the ids that end an answer in files of Ollama, which have them all in one list."""
+        key = "tokenizer.ggml.eos_token_ids"
+        ids = self.file.get(key, np.ndarray, np.zeros(0, np.int32))
+        if ids.dtype.kind not in "iu" or not ((ids >= 0) & (ids < len(self.spellings))).all():
+            limits = f"integers of 0 to {len(self.spellings) - 1}"
+            raise GGUFFormatError(f"{self.file.path}: metadata key {key!r}: expected {limits}, got {ids!s:.80}")
+        return [int(i) for i in ids]
+
     def vocabulary(
         self, *, to_bytes: Callable[[str], bytes], literal: bool, add_bos: bool, adds_space: bool
     ) -> Vocabulary:
@@ -74,6 +84,7 @@ class _Tokens:
             eos,
             self.special_id("eot"),
             self.special_id("eom"),
+            *self.listed_ends(),
             *(added[name] for name in end_tokens(added.keys())),
         }
         add_bos = self.file.get("tokenizer.ggml.add_bos_token", bool, add_bos)
@@ -136,7 +147,11 @@ def _gemma4(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
         )
     # No token has a line end beside another character.
     encode = _encode(tokens, model, normalizers.Replace(" ", SPACE), pre_tokenizers.Split(Regex(r"\n+"), "isolated"))
-    return tokens.vocabulary(to_bytes=sentencepiece_bytes, literal=True, add_bos=True, adds_space=False), encode
+    vocabulary = tokens.vocabulary(to_bytes=sentencepiece_bytes, literal=True, add_bos=True, adds_space=False)
+    if vocabulary.bos_id is not None:
+        # Early files, Google's own too, have an add_bos_token of false, but without bos the model repeats itself.
+        vocabulary = replace(vocabulary, prefix=(vocabulary.bos_id,))
+    return vocabulary, encode
 
 
 def _encode(
