@@ -13,6 +13,7 @@ from support.hf_tokenizers import SPECIAL, byte_level, save, unigram, write
 
 from fastinfer.errors import CheckpointFormatError, FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.tokenizers import library, tokenizer_json
+from fastinfer.tokenizers.pre_tokenizers import LINEAR_FORMS
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 Change = Callable[[dict[str, Any]], object]
@@ -108,6 +109,14 @@ def test_refused_at_load(saved: Path, error: type[FastinferError], changed: Chan
     assert str(caught.value).startswith(f"{saved / 'tokenizer.json'}: ")
 
 
+@pytest.mark.parametrize("published", LINEAR_FORMS)
+def test_expressions_of_published_vocabularies_are_replaced(published: str, saved: Path) -> None:
+    steps = [split({"Regex": published}), {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]
+    change(saved, section("pre_tokenizer", sequence("pre_tokenizer", steps)))
+    tokenizer = Tokenizer.from_folder(saved)
+    assert tokenizer.decode(tokenizer.encode("a  ab 1ab\n")) == "a  ab 1ab\n"
+
+
 @pytest.mark.parametrize("key", ["continuing_subword_prefix", "pre_tokenizer"])
 def test_keys_that_are_spelled_with_escapes(saved: Path, key: str) -> None:
     def hostile(values: dict[str, Any]) -> None:
@@ -150,7 +159,7 @@ def test_steps_that_real_files_have(saved: Path) -> None:
     replacements = b"\0".join([b"a", "ﷺ".encode() * 11, b"b"]) + b"\0"
     steps = [{"type": "NFKC"}, replace({"Regex": " {2,}"}, "▁"), {"type": "Prepend", "prepend": "▁"}]
     section_json = json.dumps({"normalizer": sequence("normalizer", [charsmap(replacements), *steps])})
-    tokenizer_json.check_tokenizer_json(section_json, saved)
+    tokenizer_json.checked_tokenizer_json(section_json, saved)
 
 
 def test_a_panic_while_encoding_ends_the_request_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,16 @@
 """Which regular expressions are accepted, and that a search takes as long as the rules say."""
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from fastinfer.tokenizers.linear_patterns import PatternError, check_pattern
-from fastinfer.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+from fastinfer.tokenizers.pre_tokenizers import LINEAR_FORMS, PRE_TOKENIZERS
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -32,12 +34,21 @@ LINEAR = [
     "(?=b)",
     r"\d|\x{20}[[:alpha:]]+|\u3042",
     "(ab|cd)?e",
+    "(ab){0,60}c",
+    r"\p{L}(?:[\p{L}\p{M}]| (?=\p{L}))*|\s+",
+    r"(?<![^\S\r\n])\s*[\r\n]+|\s{1,8}",
 ]
 NOT_LINEAR = [
     ("(a+)+$", "loop of 'a' is in a group"),
-    ("(a|a)*b", "'(a|a)' is repeated"),
+    ("(a|a)*b", "what follows the loop of the group '(a|a)'"),
     ("(a?){30}b", "'(a?)' is repeated"),
     ("(?:(?:a{1,99}){1,99}){1,99}", "is repeated"),
+    ("(ab){0,300}", "too many ways"),
+    ("(?:a|bc)*", "is repeated"),
+    ("(?:a|b?)*", "is repeated"),
+    ("(?:a|(?=b))*", "is repeated"),
+    ("(?:a|b)*c|(?:a|b)+", "loop of the group '(?:a|b)' is not optional"),
+    (r"(?<!\s)\s*[\r\n]+|\s", "no alternative takes its run"),
     ("a?" * 30 + "a" * 30, "too many ways"),
     ("(" + "|".join(["a"] * 300) + ")", "too many ways"),
     ("a*b", "what follows the loop of 'a' is not optional"),
@@ -88,6 +99,40 @@ def patterns(state: Any) -> Iterator[str]:
         yield from (value for key, value in state.items() if key == "Regex")
     for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
         yield from patterns(value)
+
+
+def test_linear_forms_split_like_the_published_expressions() -> None:
+    random.seed(0)
+    parts = [
+        "a",
+        "B",
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "1",
+        "23",
+        "456",
+        "\u0308",
+        "é",
+        "?",
+        "/",
+        "'ll",
+        "\t",
+        "中",
+        " " * 5,
+        "7" * 9,
+    ]
+    texts = ["".join(random.choices(parts, k=random.randint(1, 14))) for _ in range(3000)]
+    texts += [" " * random.randint(1, 1300) + random.choice(["", "x", "\n", "?"]) for _ in range(50)]
+    texts += ["1" * number for number in range(150, 184)]
+    for published, linear in LINEAR_FORMS.items():
+        with pytest.raises(PatternError):
+            check_pattern(published)
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in (published, linear)]
+        for text in texts:
+            words = [split.pre_tokenize_str(text) for split in splits]
+            assert words[0] == words[1], text
 
 
 def test_our_own_patterns_are_linear() -> None:

@@ -268,6 +268,11 @@ def test_pre_tokenizers(name: str, text: str, words: list[str]) -> None:
         ("kimi-k2", "a| |\u4e00\u4e01|b\u3042|\u4e00"),
         ("kimi-k2", "i|Phone's| THEm| |123|4|?!\n|/|\u3007"),
         ("falcon", "we|'|ll|,| go| |123|45|!"),
+        # Numbers by threes from the right.
+        ("tiny_aya", "i|Phone's| |1|234|567| |12|abc"),
+        ("afmoe", "a|.go| |12|345|\u4e00\u3042\uac00|b|?!\n"),
+        ("exaone-moe", "We go o\u0308n| | |1|2|'ll| go|?\n|\n"),
+        ("jais-2", "go|    | | |1| go|?\n|  \n|  "),
         # Each script apart, East Asian punctuation too, and every digit.
         ("youtu", "i|Phone's| |\uac00\u3131|\u3105|\u4e00\u3042|\uff0c\u3002|b| |1|2|?!\n/"),
         ("youtu", "a| |\u4e00|b|\u2026\u201c|C"),

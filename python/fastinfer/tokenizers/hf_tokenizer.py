@@ -17,7 +17,7 @@ from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.formats.text_fields import text_fields
 from fastinfer.tokenizers import library
-from fastinfer.tokenizers.tokenizer_json import check_tokenizer_json
+from fastinfer.tokenizers.tokenizer_json import checked_tokenizer_json
 from fastinfer.tokenizers.vocabulary import (
     MARKER,
     SPACE,
@@ -215,8 +215,7 @@ def _ids(fields: JsonFields, name: str) -> list[int]:
 
 
 def _read_backend(path: Path) -> Backend:
-    text = _read_text(path)
-    check_tokenizer_json(text, path)
+    text = checked_tokenizer_json(_read_text(path), path)
     with library.as_our_error(lambda message: CheckpointFormatError(f"{path}: not a valid tokenizer.json: {message}")):
         backend = Backend.from_str(text)
         match = _ADDED_TOKENS.search(text)

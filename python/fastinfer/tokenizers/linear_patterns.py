@@ -4,12 +4,13 @@ The tokenizers library searches by backtracking. An expression like ``(a+)+$`` t
 quadratic time on a long run of spaces, and nothing can interrupt a search. So only expressions are accepted whose time
 is known from how they are written:
 
-- Loops without bound (``+``, ``*``, ``{2,}``) repeat one character or class, and do not stand in groups.
+- Loops without bound (``+``, ``*``, ``{2,}``) repeat one character or class, and do not stand in groups. A loop may
+  also repeat a group whose alternatives take one character each, if nothing that is required follows.
 - Other repetitions and alternatives can be combined in at most ``MAX_WAYS`` ways.
 - What follows a loop is optional, so that nothing is tried again with fewer repetitions. The exception is an
   alternative like ``\s*[\r\n]+`` or ``\s+(?!\S)`` if a later one, here ``\s+``, takes the same run as a whole: then
-  each run is walked through once for each alternative. Another is ``(?<!\s)\s+$``, which starts at the beginning of a
-  run alone.
+  each run is walked through once for each alternative. Others are ``(?<!\s)\s+$``, which starts at the beginning of a
+  run alone, and ``(?<![^\S\r\n])\s*[\r\n]+``, which starts there or behind a line end, up to which it takes all.
 
 All expressions that are in use for byte-level vocabularies are like that, as their authors had to avoid long searches,
 too.
@@ -19,6 +20,8 @@ import re
 from dataclasses import dataclass
 
 MAX_WAYS = 200
+# Takes a run of spaces up to its last line end; where it fails, it is not tried again within the run.
+_LINE_ENDS = [r"(?<![^\S\r\n])", r"\s", r"[\r\n]"]
 
 _QUANTIFIER = re.compile(r"([?*+]|\{\d*,?\d*\})([?+]?)")
 _ESCAPE = re.compile(
@@ -41,6 +44,7 @@ class _Item:
         low, high: number of repetitions; ``high`` is ``None`` for a loop.
         ways: number of ways to match one repetition of a group.
         consumes: whether it takes characters; if not, it is an assertion.
+        takes_one: whether it is a group whose alternatives take one character each.
     """
 
     text: str
@@ -48,6 +52,7 @@ class _Item:
     high: int | None = 1
     ways: int = 1
     consumes: bool = True
+    takes_one: bool = False
 
     @property
     def is_required(self) -> bool:
@@ -80,6 +85,12 @@ def _ways(items: list[_Item]) -> int:
     return ways
 
 
+def _takes_one(items: list[_Item]) -> bool:
+    """Whether an alternative takes one character, whatever it looks at."""
+    taking = [item for item in items if item.consumes]
+    return len(taking) == 1 and (taking[0].low, taking[0].high) == (1, 1) and not taking[0].text.startswith("(")
+
+
 def _check_loops(items: list[_Item], later: list[list[_Item]]) -> None:
     loops = [place for place, item in enumerate(items) if item.high is None]
     if not loops or not any(item.is_required for item in items[loops[0] + 1 :]):
@@ -87,6 +98,10 @@ def _check_loops(items: list[_Item], later: list[list[_Item]]) -> None:
     loop = items[loops[0]].text
     if items[0].text == f"(?<!{loop})" and loops == [1] and not any(item.consumes for item in items[2:]):
         return
+    if [item.text for item in items] == _LINE_ENDS:
+        return
+    if any(items[place].text.startswith("(") for place in loops):
+        raise PatternError(f"what follows the loop of the group {loop!r:.40} is not optional")
     if len(loops) > 2 or (len(loops) == 2 and any(item.is_required for item in items[loops[1] + 1 :])):
         raise PatternError(f"what follows the loops of {loop!r:.40} is not optional")
     if not any(_takes_runs(other, loop) for other in later):
@@ -130,7 +145,8 @@ class _Parser:
         low, high = self._limits(match[1])
         if match[2] == "?" or (match[2] and match[1].startswith("{")):  # "{2}+" repeats the repetition
             raise PatternError(f"the quantifier {match[0]!r} is not supported")
-        if not item.consumes or ((item.ways > 1 or item.text.startswith("(")) and high != 1):
+        is_loop = high is None and item.text.startswith("(") and not item.takes_one
+        if not item.consumes or is_loop or (item.ways > 1 and high is not None and high > 1):
             raise PatternError(f"{item.text!r:.40} is repeated")
         if high is None and depth:
             raise PatternError(f"the loop of {item.text!r:.40} is in a group")
@@ -164,8 +180,12 @@ class _Parser:
         if self.place == len(self._pattern):
             raise PatternError("a group is not closed")
         self.place += 1
-        is_assertion = match[0].endswith(("=", "!"))
-        return _Item(self._pattern[start : self.place], ways=sum(map(_ways, alternatives)), consumes=not is_assertion)
+        return _Item(
+            self._pattern[start : self.place],
+            ways=sum(map(_ways, alternatives)),
+            consumes=not match[0].endswith(("=", "!")),
+            takes_one=all(map(_takes_one, alternatives)),
+        )
 
     def _character(self) -> str:
         """Read a character, an escape or a class, and return its source."""

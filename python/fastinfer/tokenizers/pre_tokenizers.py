@@ -25,6 +25,12 @@ _QWEN35 = (_WORD.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+") + r"|\p{N}|" + _REST).re
 )
 
 
+_POWERS = "|".join([*(rf"\s{{{2**n}}}(?!\S)" for n in range(9, 1, -1)), r"\s{1,2}(?!\S)|\s{1}"])
+# ASCII punctuation may begin an ASCII word.
+_DEEPSEEK = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # Han characters and the two Japanese syllabaries.
 _EAST_ASIAN = r"[\u4E00-\u9FA5\u3040-\u30FF]+"
 # Letters with a case, except those of alphabets that the pattern of DeepSeek's first models does not list.
@@ -33,6 +39,29 @@ _CASED = (
     r"\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF1E}]]"
 )
 _HAN_AND_HANGUL = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_EXAONE_REST = r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+_JAIS_WORDS = _WORD + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+
+# Numbers are divided into threes from the right; those of more than 183 digits, which would take long, from the left.
+_DIGITS, _NUMBERS = r"\d{1,3}(?=(?:\d{3}){0,60}\b)", r"\p{N}{1,3}(?=(?:\p{N}{3}){0,60}(?!\p{N}))"
+# Words with single spaces between them are one.
+_EXAONE_MOE = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}(?:[\p{{L}}\p{{M}}]| (?=\p{{L}}))*{_EXAONE_REST}"
+# Runs of spaces are divided into powers of two.
+_JAIS2 = _JAIS_WORDS + r"(?<![^\S\r\n])\s*[\r\n]+|" + _POWERS
+# Expressions of published vocabularies that may take more than linear time, with those in their place.
+LINEAR_FORMS = {
+    r"\d{1,3}(?=(?:\d{3})*\b)": _DIGITS,
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))": _NUMBERS,
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+" + _EXAONE_REST: _EXAONE_MOE,
+    _JAIS_WORDS + r"\s*[\r\n]+|" + _POWERS: _JAIS2,
+}
+_ASIAN = (
+    r"[\u4E00-\u9FFF\u3400-\u4DBF\uF900-\uFAFF\u3040-\u30FF\uFF65-\uFF9F\u2F00-\u2FDF\u0E40-\u0EFF\u1780-\u17FF"
+    r"\u1000-\u109F\uAA60-\uAA7F\uA9E0-\uA9FF\uAC00-\uD7AF\u1100-\u11FF]+"
+)
 
 
 def _byte_level(use_regex: bool = True) -> pre_tokenizers.ByteLevel:
@@ -89,9 +118,8 @@ def _deepseek_coder() -> pre_tokenizers.PreTokenizer:
 
 
 def _deepseek_v3() -> pre_tokenizers.PreTokenizer:
-    """Split off digits in runs of up to three, then East Asian text; ASCII punctuation may begin an ASCII word."""
-    words = r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-    return _split(r"\p{N}{1,3}", _EAST_ASIAN, words + r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+    """Split off digits in runs of up to three, then East Asian text."""
+    return _split(r"\p{N}{1,3}", _EAST_ASIAN, _DEEPSEEK)
 
 
 def _kimi_k2() -> pre_tokenizers.PreTokenizer:
@@ -117,6 +145,24 @@ def _tekken() -> pre_tokenizers.PreTokenizer:
 def _gpt4o() -> pre_tokenizers.PreTokenizer:
     """Split like GPT-4o: words as Mistral Nemo's, with contractions, and digits in runs of up to three."""
     return _split(_GPT4O)
+
+
+def _tiny_aya() -> pre_tokenizers.PreTokenizer:
+    """Divide numbers into threes from the right, then split like GPT-4o."""
+    return _split(_DIGITS, _GPT4O)
+
+
+def _afmoe() -> pre_tokenizers.PreTokenizer:
+    """Divide numbers into threes from the right, split off texts of Asian scripts, then split like DeepSeek-V3."""
+    return _split(_NUMBERS, _ASIAN, _DEEPSEEK)
+
+
+def _exaone_moe() -> pre_tokenizers.PreTokenizer:
+    return _split(_EXAONE_MOE)
+
+
+def _jais2() -> pre_tokenizers.PreTokenizer:
+    return _split(_JAIS2)
 
 
 def _youtu() -> pre_tokenizers.PreTokenizer:
@@ -150,6 +196,11 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "kimi-k2": _kimi_k2,
     "falcon": _falcon,
     "youtu": _youtu,
+    "tiny_aya": _tiny_aya,
+    "cohere2moe": _tiny_aya,
+    "afmoe": _afmoe,
+    "exaone-moe": _exaone_moe,
+    "jais-2": _jais2,
 }
 
 # Their BPE encodes a word that is a token without merges (``ignore_merges`` of the tokenizers library).

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.tokenizers.linear_patterns import PatternError, check_pattern
+from fastinfer.tokenizers.pre_tokenizers import LINEAR_FORMS
 
 MAX_STEPS = 100
 MAX_GROWTH = 100  # characters per character of a text; U+FDFA becomes 18, the longest one of NFKC
@@ -22,8 +23,8 @@ _PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"(?!")')
 _ESCAPED_LETTER = re.compile(r"\\u00(5[fF]|[67][0-9a-fA-F])")  # one of the keys of JSON, or "_"
 
 
-def check_tokenizer_json(text: str, path: Path) -> None:
-    """Check a file's text.
+def checked_tokenizer_json(text: str, path: Path) -> str:
+    """Check a file's text, and return it with linear forms of expressions that are known to take too long.
 
     Only what is dangerous is looked at, and found by its key, because parsing a vocabulary takes half as long as
     loading it.
@@ -34,6 +35,8 @@ def check_tokenizer_json(text: str, path: Path) -> None:
     """
     # Keys could be spelled with escapes. No program writes letters like that, so this changes hostile files only.
     text = _ESCAPED_LETTER.sub(lambda match: chr(int(match[1], 16)), text)
+    for expression, linear in LINEAR_FORMS.items():
+        text = text.replace(json.dumps(expression), json.dumps(linear))
     if _PREFIX.search(text):
         # The library cuts it off pieces that may be shorter, and ends the process.
         raise UnsupportedModelError(f"{path}: model.continuing_subword_prefix is not supported")
@@ -43,6 +46,7 @@ def check_tokenizer_json(text: str, path: Path) -> None:
         except (ValueError, RecursionError) as error:
             raise CheckpointFormatError(f"{path}: {match[1]}: not JSON: {error}") from None
         _check_section(section, f"{path}: {match[1]}")
+    return text
 
 
 def _check_section(section: Any, place: str) -> None:
