@@ -1,5 +1,7 @@
 """Texts of an engine with a draft head, and what the head drafts."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,11 @@ def check_adapter_and_sleep(llm: LLM, alone: LLM, adapter: Path) -> None:
         engine.load_adapter("a", adapter)
     before = texts(llm, GREEDY, adapter="a")
     assert before == texts(alone, GREEDY, adapter="a") != texts(alone, GREEDY)
+    worker = llm.engine.draft_worker
+    assert worker is not None
+    parts = [weakref.ref(part) for part in (worker.model, getattr(worker.model, "chain", None)) if part is not None]
     llm.sleep(2)
+    gc.collect()
+    assert all(part() is None for part in parts)  # whose weights are freed
     llm.wake_up()
     assert texts(llm, GREEDY, adapter="a") == before

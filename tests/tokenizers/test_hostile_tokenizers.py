@@ -111,7 +111,7 @@ def test_refused_at_load(saved: Path, error: type[FastinferError], changed: Chan
 
 @pytest.mark.parametrize("published", LINEAR_FORMS)
 def test_expressions_of_published_vocabularies_are_replaced(published: str, saved: Path) -> None:
-    steps = [split({"Regex": published}), {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]
+    steps = [split({"Regex": published}), DOUBLING]
     change(saved, section("pre_tokenizer", sequence("pre_tokenizer", steps)))
     tokenizer = Tokenizer.from_folder(saved)
     assert tokenizer.decode(tokenizer.encode("a  ab 1ab\n")) == "a  ab 1ab\n"

@@ -71,8 +71,6 @@ class BlockSpeculator(DraftModelSpeculator):
     def __init__(self, worker: Worker, sampler: Sampler, max_drafts: int, max_tokens: int, block: BlockConfig) -> None:
         super().__init__(worker, sampler, min(max_drafts, block.max_drafts), max_tokens)
         self._block = block
-        assert isinstance(worker.model, DFlashHead)
-        self._chain = worker.model.chain
 
     def draft_seconds(self, count: int) -> float:
         return self._median_seconds() if count else 0.0
@@ -93,8 +91,10 @@ class BlockSpeculator(DraftModelSpeculator):
                 parts.append(BlockChunk(BlockToken(sequence, first + i, token, block.drafts_next or i > 0), end))
             rows += [LogitsRow.of(sequence, [block.mask_token] * i) for i in range(count)]
         result = self._worker.run(parts, rows)
-        if self._chain is not None:
-            self._draw_chains(result, drafting, self._chain)
+        head = self._worker.model  # another one after each sleep that drops the weights
+        assert isinstance(head, DFlashHead)
+        if head.chain is not None:
+            self._draw_chains(result, drafting, head.chain)
         else:
             drawn = iter(self._sample(result, rows))
             for chunk in drafting:

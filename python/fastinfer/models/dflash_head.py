@@ -3,7 +3,7 @@
 Each layer has keys and values of the text, projections of one product of the outputs of several layers of the model;
 they need no pass through the head, so the model's own steps store them. A block is the newest token of the text, which
 the model has not computed yet, and a mask token for each draft. Its tokens see the text and each other, also those
-behind them, but in layers with a window only themselves and what is before them, unless the head was trained otherwise.
+after them, but in layers with a window only themselves and what is before them, unless the head was trained otherwise.
 The output at a mask is the draft at its place.
 
 DFlash2 adds convolutions over the tokens of a block, and chooses each draft by the one before it. DSpark adds to the

@@ -144,7 +144,7 @@ def load_chain(reader: LayerReader, block: BlockConfig) -> DraftChain | None:
         projection=reader.weight(("selector_hidden",), hidden, None),
         predecessors=reader.vocabulary("selector_predecessor", config.vocab_size, rank),
         successors=reader.vocabulary("selector_successor", config.vocab_size, rank),
-        top_k=min(block.selector_top_k, config.vocab_size),
+        top_k=block.selector_top_k,
     )
 
 

@@ -106,7 +106,7 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
             raise CheckpointFormatError(
                 f"{source.path}: layer_types: expected {config.num_layers} entries, got {len(kinds)}"
             )
-        # Without a window these layers see the whole text, but still none of the tokens behind them.
+        # Without a window these layers see the whole text, but still none of the tokens after them.
         is_used = self._uses_swa(own) or source.get("use_sliding_window", bool, True)
         key = "sliding_window" if own.values.get("swa_window_size") is None else "swa_window_size"
         place = source if key == "sliding_window" else own
@@ -118,7 +118,7 @@ class HFDFlashCheckpoint(HFDraftCheckpoint):
         return bool(own.get("use_swa", bool, False)) and SLIDING not in (own.values.get("layer_types") or [])
 
     def _sees_whole_block(self, own: JsonFields, *, is_own: bool) -> bool | None:
-        """Return whether a block's tokens see those behind them in all layers, in none, or in some (``None``).
+        """Return whether a block's tokens see those after them in all layers, in none, or in some (``None``).
 
         If in some, those with a window hide them.
         """

@@ -38,13 +38,16 @@ def attention_windows(fields: JsonFields, name: str, family: Family, num_layers:
 
 
 def _local_layers(fields: JsonFields, num_layers: int) -> list[bool]:
-    """Return which layers have a window by a pattern of letters that repeats, as in EXAONE 4: local and global."""
+    """Return which layers have a window by a pattern of letters that repeats, as in EXAONE 4: local and global.
+
+    The last layer has none, whatever its letter.
+    """
     pattern = fields.get("sliding_window_pattern", str)
     if not pattern or not set(pattern) <= {"L", "G"}:
         raise CheckpointFormatError(
             f"{fields.path}: sliding_window_pattern: expected letters L and G, got {pattern!r:.80}"
         )
-    return [pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]
+    return [pattern[layer % len(pattern)] == "L" and layer < num_layers - 1 for layer in range(num_layers)]
 
 
 def _windowed_layers(fields: JsonFields, name: str, num_layers: int) -> Callable[[int], bool] | None:

@@ -97,7 +97,7 @@ def _call_form(template: str) -> tuple[bool, bool]:
     contents = (True, False) if _TESTS_CONTENT.search(template) else (False,)
     for form in ((is_none, is_text) for is_none in contents for is_text in (False, True)):
         kind, text = _process.render(template, names | {"messages": _with_call_form(messages, *form)})
-        if kind == "text" and text.count(_MARK) == 3:
+        if kind == "text" and text.count(_MARK) == 3 and not (form[0] and "None" in text):
             return form
     return False, False
 

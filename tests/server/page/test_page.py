@@ -573,7 +573,10 @@ def test_files_are_attached(page: Browser, server: FakeOpenAI) -> None:
     names = "[...document.querySelectorAll('#files .file')].map((n) => n.textContent).sort().join()"
     page.wait(f"{names} === 'Pasted text,notes.txt'")
     page.wait("window.alerted")
-    reasons = ["binary.bin is neither a text file nor an image", "huge.txt is larger than 1 MB"]
+    reasons = [
+        "binary.bin is neither a text file nor a PNG, JPEG, WebP, GIF or BMP image",
+        "huge.txt is larger than 1 MB",
+    ]
     assert page.run("return alerted").split("\n") == reasons
     page.click('[aria-label="Remove Pasted text"]')
     ask(page, "Summarise")
@@ -612,7 +615,7 @@ def test_images_are_attached_if_the_model_reads_them(page: Browser, server: Fake
     server.modalities = ["text", "image"]
     open_page(page, server)
     attach_image(page, "huge.png", (20 << 20) + 1)
-    page.wait("window.alerted === 'huge.png is larger than 20 MB'")
+    page.wait("window.alerted === 'huge.png is too large: the images of a conversation may have 20 MB together'")
     attach_image(page, "cat.png")
     page.wait(SHOWN, "#files img")
     ask(page, "What is this?")
@@ -626,6 +629,8 @@ def test_images_are_attached_if_the_model_reads_them(page: Browser, server: Fake
     page.click("#send")
     page.wait(f"document.querySelectorAll('.message').length === 4 && {DONE}")
     assert server.requests[-1]["messages"][2] == {"role": "user", "content": [image]}
+    attach_image(page, "rest.png", (20 << 20) - 2 * len(png()) + 1)
+    page.wait("window.alerted?.startsWith('rest.png is too large')")
     # Exported and imported, images stay, but not those that would be fetched.
     page.run(
         """const copy = structuredClone(current);
@@ -636,7 +641,7 @@ def test_images_are_attached_if_the_model_reads_them(page: Browser, server: Fake
     page.click("#list li:first-child .title")
     page.wait("document.querySelector('#heading').textContent === 'Copy'")
     page.wait(SHOWN, ".message .file img")
-    assert page.run("return document.querySelectorAll('.message .file img').length") == 1
+    assert page.run("return document.querySelectorAll('.message .file').length") == 1
     assert page.console() == []
 
 
@@ -649,6 +654,23 @@ def test_models_of_text_alone_get_no_images(page: Browser, server: FakeOpenAI) -
     open_page(page, server)
     attach_image(page, "cat.png")
     page.wait(SHOWN, "#files img")
+
+
+def test_a_message_waits_for_its_files(page: Browser, server: FakeOpenAI) -> None:
+    page.run(
+        """const file = new File(["one"], "notes.txt");
+        file.text = () => new Promise((resolve) => { window.release = () => resolve("one"); });
+        attach([file]);"""
+    )
+    page.type("#input", "Read this")
+    assert page.run("return document.querySelector('#send').disabled")
+    page.press("Enter")
+    page.run("release()")
+    page.wait("!document.querySelector('#send').disabled")
+    assert server.requests == []
+    page.press("Enter")
+    page.wait(DONE)
+    assert server.requests[0]["messages"][0]["content"] == "File: notes.txt\n```\none\n```\n\nRead this"
 
 
 def test_attached_files_stay_with_their_conversation(page: Browser, server: FakeOpenAI) -> None:

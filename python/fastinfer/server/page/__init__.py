@@ -36,7 +36,7 @@ def load_page() -> Page:
         "default-src": "'none'",
         "script-src": " ".join(hashes["script"]),
         "style-src": " ".join(hashes["style"]),
-        "img-src": "data:",  # the icon
+        "img-src": "data:",  # the icon, and images that the reader attaches
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
