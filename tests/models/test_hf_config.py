@@ -198,7 +198,7 @@ def test_values_that_files_leave_out(tmp_path: Path) -> None:
 
 def test_layer_types_of_another_number_of_layers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointFormatError, match="layer_types: expected 8 of sliding_attention and full_attention"):
-        read(tmp_path, "MistralForCausalLM", sliding_window=4096, layer_types=["sliding_attention"] * 7)
+        read(tmp_path, "MinistralForCausalLM", sliding_window=4096, layer_types=["sliding_attention"] * 7)
 
 
 def test_heads_that_are_rotated_in_an_odd_part(tmp_path: Path) -> None:
@@ -309,6 +309,17 @@ def test_names_of_settings(tmp_path: Path) -> None:
 
 def test_settings_that_mean_nothing(tmp_path: Path) -> None:
     """They are those of other families, which transformers ignores."""
+    others = {"use_sliding_window": False, "layer_types": ["full_attention"] * 8, "sliding_window": 64}
+    for name in ("MistralForCausalLM", "Mistral3ForConditionalGeneration", "Phi3ForCausalLM"):
+        config = read(tmp_path, name, **others, attention_bias=True, mlp_bias=True)
+        assert (config.windows, config.qkv_bias, config.output_bias, config.mlp_bias) == (
+            (64,) * 8,
+            False,
+            False,
+            False,
+        )
+    assert read(tmp_path, "Starcoder2ForCausalLM", **others).windows == (64,) * 8
+    assert not any(read(tmp_path, "MinistralForCausalLM", **others).windows)
     phi = read(tmp_path, "PhiForCausalLM", attention_bias=False, mlp_bias=False)
     assert (phi.qkv_bias, phi.output_bias, phi.mlp_bias) == (True, True, True)
     neox = read(tmp_path, "GPTNeoXForCausalLM", rope_theta=500.0, partial_rotary_factor=1.0, num_key_value_heads=1)

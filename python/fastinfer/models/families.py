@@ -250,7 +250,11 @@ _GEMMA4_UNIFIED = replace(
 )
 _VAULT_GEMMA = replace(_GEMMA2, layer=_LAYER | {"mlp_norm": "pre_feedforward_layernorm"}, structure=VAULT_GEMMA)
 _SLIDING = {"sliding_window": 4096}
-_MISTRAL = Family(defaults={"num_key_value_heads": 8, **_SLIDING})
+# Families whose own code reads the length of a window alone, which all layers have then, and no settings of biases.
+_ONE_WINDOW = {"use_sliding_window": True, "layer_types": None}
+_NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+_MINISTRAL = Family(defaults={"num_key_value_heads": 8, **_SLIDING})
+_MISTRAL = replace(_MINISTRAL, fixed={**_ONE_WINDOW, **_NO_BIAS})
 # One setting for all biases.
 _ONE_BIAS = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
 _ERNIE = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "use_bias": False}
@@ -432,7 +436,9 @@ MISSING = {
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": _MISTRAL,
-    "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5, "sliding_window": None}),
+    "Ministral3ForCausalLM": Family(
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": None}, fixed={**_ONE_WINDOW, **_NO_BIAS}
+    ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, defaults=_QWEN_WINDOWS),
     "Qwen3ForCausalLM": Family(structure=HEAD_NORMS, defaults=_QWEN_WINDOWS),
     "Llama4ForCausalLM": Family(
@@ -459,7 +465,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None}),
-    "MinistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MINISTRAL,
     "CwmForCausalLM": Family(
         defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 8192}
     ),
@@ -576,6 +582,7 @@ FAMILIES: dict[str, Family] = {
         aliases=_ONE_BIAS,
         gated=False,
         epsilon="norm_epsilon",
+        fixed=_ONE_WINDOW,
         defaults={"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None, "hidden_act": "gelu_pytorch_tanh"},
     ),
     "StableLmForCausalLM": Family(
@@ -648,6 +655,7 @@ FAMILIES: dict[str, Family] = {
         _LAYER
         | dict.fromkeys(("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj")
         | dict.fromkeys(("gate_proj", "up_proj"), "mlp.gate_up_proj"),
+        fixed={**_ONE_WINDOW, **_NO_BIAS},
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "sliding_window": None},
     ),
     "GPT2LMHeadModel": Family(
