@@ -90,7 +90,9 @@ def test_an_embedding_that_is_not_tied_is_stored_and_not_read(model_path: Path) 
     assert untied == replace(tied, memory_bytes=tied.memory_bytes + size)
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3", "llama-biases", "gemma3", "gpt2", "phi3", "granite", *MIXTURES])
+@pytest.mark.parametrize(
+    "family", ["llama2", "llama3", "llama-biases", "gemma3", "gpt2", "phi3", "granite", "hunyuan", *MIXTURES]
+)
 def test_weights_of_a_folder(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers with the same tensors and window one is read."""
     save_model(tmp_path, family)
@@ -102,7 +104,9 @@ def test_weights_of_a_folder(family: str, tmp_path: Path, monkeypatch: pytest.Mo
     loaded = load_decoder(open_checkpoint(tmp_path), Precision.of("auto"), None)
     sizes = {pointer: tensor.nbytes for pointer, tensor in tensors_of(loaded).items()}
     assert weights.memory_bytes == sum(sizes.values())
-    tables = {layer.attention.cos_sin_cache.data_ptr() for layer in loaded.layers}
+    attention = [layer.attention for layer in loaded.layers]
+    rotations = [table for part in attention for table in (part.cos_sin_cache, part.first_cos_sin_cache)]
+    tables = {table.data_ptr() for table in rotations if table is not None}
     unread = sum(sizes[pointer] for pointer in tables)
     if loaded.position_embedding is not None:
         unread += loaded.position_embedding.nbytes

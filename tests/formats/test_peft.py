@@ -146,6 +146,7 @@ def test_names_of_a_model_without_a_head(folder: Path) -> None:
         ("self_attn.gate_proj", "output_gate"),  # which PEFT alone cannot target in models with fused experts
         ("self_attn.g_proj", "output_gate"),
         ("mlp.router.gate", "router"),
+        ("mlp.gate.wg", "router"),
         ("mlp.gate_proj", "gate_proj"),
     ],
 )

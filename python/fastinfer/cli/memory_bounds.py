@@ -36,7 +36,7 @@ from fastinfer.weights.expert_weights import DenseExperts, ExpertWeights
 from fastinfer.weights.weight import DenseWeight, Weight
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
-TABLES = ("cos_sin_cache", "query_scales")  # of positions, in the parts of layers
+TABLES = ("cos_sin_cache", "first_cos_sin_cache", "query_scales")  # of positions, in the parts of layers
 BLOCK_INPUTS = 32  # number of inputs in a block of a packed weight
 READ_BYTES = 256 << 20  # more than the last-level cache of nearly all machines
 SAMPLE_S = 0.03

@@ -17,6 +17,7 @@ _LAYER = {
     "block_sparse_moe.gate": "router",  # Mixtral before transformers 5
     "mlp.router": "router",  # GPT-OSS
     "mlp.router.gate": "router",  # AFMoE
+    "mlp.gate.wg": "router",  # HunYuan
     "block_sparse_moe.router": "router",  # Granite
     "mlp.shared_expert_gate": "shared_expert_gate",
     **{
@@ -71,17 +72,18 @@ _EXPERT = {
 }
 # Tensors of all experts, in the order in which PEFT wraps them, the first one innermost.
 FUSED_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+_OUTPUTS = ("lm_head", "embed_out")  # embed_out: GPT-NeoX
 # Last parts of the names that can be targeted.
-TARGETS = tuple(dict.fromkeys([name.rpartition(".")[2] for name in _LAYER] + [*_EXPERT, "lm_head"]))
+TARGETS = tuple(dict.fromkeys([name.rpartition(".")[2] for name in _LAYER] + [*_EXPERT, *_OUTPUTS]))
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 _MODULE = re.compile(
     r"(?:(?:(?:thinker\.)?model(?:\.language_model|\.text_model)?|language_model\.model|transformer|gpt_neox)\.)?"
     r"(?:layers|h)\.(?P<layer>\d{1,4})\."
-    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_(?:experts?|mlp)\.\w+|router\.gate|\w+))"
+    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_(?:experts?|mlp)\.\w+|router\.gate|gate\.wg|\w+))"
 )
-# PEFT saves the weight and bias to which an adapter of lm_head belongs, too. An adapter does not change them.
-_BASE_WEIGHT = re.compile(r"base_model\.model\.lm_head\.base_layer\.(?:weight|bias)")
+# PEFT saves the weight and bias to which an adapter of the output layer belongs, too. An adapter does not change them.
+_BASE_WEIGHT = re.compile(r"base_model\.model\.(?:lm_head|embed_out)\.base_layer\.(?:weight|bias)")
 
 
 class AdapterModule(NamedTuple):
@@ -113,8 +115,8 @@ def parse_tensor(tensor: str) -> tuple[AdapterModule, str] | None:
 
 
 def _parse_module(name: str) -> AdapterModule | None:
-    if name == "lm_head":
-        return AdapterModule(name, name)
+    if name in _OUTPUTS:
+        return AdapterModule(name, "lm_head")
     if (match := _MODULE.fullmatch(name)) is None:
         return None
     layer, part, wrappers = f"layers.{match['layer']}", match["part"], match["wrappers"]

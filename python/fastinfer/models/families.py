@@ -112,7 +112,7 @@ class Family:
 
     Attributes:
         layer: the project's names of a layer's parts, with the checkpoint's names.
-        other_names: other names of parts, which files have in the place of these.
+        other_names: names that some files have for parts instead of those in ``layer``.
         conv_parts: names of the filters of queries, keys and values, in files that do not have them as one tensor.
         expert: the same for the parts of an expert.
         top: the same for tensors outside the layers, and ``layers`` for the layers themselves.
@@ -132,7 +132,8 @@ class Family:
         epsilon: config.json's name of the norms' ``eps``; ``None`` for the usual one, which follows from the norm.
         norm_offset: number added to the stored weights of norms, except those within linear attention.
         plain_last_norm: whether it is not added to those of the norm after the last layer, either.
-        rope_alpha: whether the base of rotations is scaled by ``alpha`` alone if there is one.
+        rope_alpha: whether ``alpha``, if the file has it, scales the base of rotations, and nothing else does.
+        query_growth: whether queries grow with their position (``llama_4_scaling_beta``).
         transposed: whether matrices are stored as [in_features, out_features].
         qkv_by_head: whether the fused matrix of Q, K and V has the rows of each head's query, key and value together.
         stacked: the same for tensors that have a projection of all experts, or pairs of tensors in MXFP4; empty if
@@ -160,6 +161,7 @@ class Family:
     norm_offset: float = 0.0
     plain_last_norm: bool = False
     rope_alpha: bool = False
+    query_growth: bool = False
     transposed: bool = False
     qkv_by_head: bool = False
     stacked: Mapping[str, str] = field(default_factory=dict)
@@ -437,7 +439,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": _MISTRAL,
     "Ministral3ForCausalLM": Family(
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": None}, fixed={**_ONE_WINDOW, **_NO_BIAS}
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": None}, fixed={**_ONE_WINDOW, **_NO_BIAS}, query_growth=True
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, defaults=_QWEN_WINDOWS),
     "Qwen3ForCausalLM": Family(structure=HEAD_NORMS, defaults=_QWEN_WINDOWS),
@@ -635,6 +637,7 @@ FAMILIES: dict[str, Family] = {
             "n_group": None,
             "topk_group": None,
             "scoring_func": None,
+            "rope_scaling": None,
         },
         defaults={
             **_COHERE.defaults,
@@ -847,6 +850,7 @@ FAMILIES: dict[str, Family] = {
         _LAYER | _LATENT_LAYER,
         structure=LATENT,
         defaults={"norm_topk_prob": True, "n_shared_experts": 1},
+        query_growth=True,
         stacked=_STACKED,
     ),
     "Glm4MoeLiteForCausalLM": Family(

@@ -38,7 +38,7 @@ def windows_by_layer(file: GGUFFile, architecture: str) -> tuple[int, ...]:
 
 
 def check_length(file: GGUFFile, architecture: str, key: str, values: np.ndarray) -> None:
-    """Refuse a list that does not have a value for each layer, or for each that is no further one for drafts."""
+    """Refuse a list that does not have a value for each layer; it may leave out those of multi-token prediction."""
     count = file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)
     drafting = file.get(f"{architecture}.nextn_predict_layers", int, 0, minimum=0)
     if len(values) not in (count, count - drafting):

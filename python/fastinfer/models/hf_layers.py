@@ -91,9 +91,9 @@ def unrotated_layers(
     """Return the layers whose queries and keys are not rotated."""
     if name in ("SmolLM3ForCausalLM", "Llama4ForCausalLM"):
         return _smollm3_unrotated_layers(fields, num_layers)
-    # Without any window, too: some rotate what has a window, EXAONE's models all layers if there is no length of one.
-    is_exaone = family.structure in (EXAONE4, EXAONE_MOE) and fields.values.get("sliding_window") is not None
-    if name in ("Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "AfmoeForCausalLM") or is_exaone:
+    # Without any window, too, but EXAONE's models rotate all layers if there is no length of one.
+    is_plain = family.structure in (EXAONE4, EXAONE_MOE) and fields.values.get("sliding_window") is None
+    if family.structure.only_windows_rotate and "sliding_window" in family.defaults and not is_plain:
         return frozenset(layer for layer in range(num_layers) if not (windows and windows[layer]))
     if name == "MuseGlimmerForConditionalGeneration":
         if fields.values.get("layer_rope_theta") is None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
-from fastinfer.models.config import MAX_SIZE, ModelConfig
+from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig, RouterConfig
 from fastinfer.models.hf_fields import Sizes
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
@@ -13,7 +13,7 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 def prepare_llama4(fields: JsonFields) -> None:
     """Add the fields of other families that say the same: which layers have experts, and the widths of both kinds."""
     size = Sizes(fields)
-    count = size("num_hidden_layers")
+    count = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
     step = size("interleave_moe_layer_step")
     sparse = fields.get("moe_layers", list, list(range(step - 1, count, step)))
     width = size("intermediate_size")
@@ -60,5 +60,5 @@ def llama4_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
         max_position=min(limits),
         qk_norm="unit" if is_normed else "none",
         unnormed_layers=config.unrotated_layers if is_normed else frozenset(),
-        router=replace(config.router, scales_inputs=True),
+        router=RouterConfig("sigmoid", renormalize=False, scales_inputs=True),
     )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
-from fastinfer.models.config import MAX_SIZE, KVShape, ModelConfig
+from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, KVShape, ModelConfig
 from fastinfer.models.hf_states import FULL, SLIDING
 
 # What its program takes where the file does not say it. It does not read the names that published files have instead.
@@ -20,7 +20,7 @@ def prepare_mimo(fields: JsonFields) -> None:
     Raises:
         CheckpointFormatError: the rotary settings are not those of each kind.
     """
-    count = fields.get("num_hidden_layers", int, minimum=1)
+    count = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
     values = dict(fields.values)
     if not fields.get("layer_types", list, []):
         values["layer_types"] = [FULL if i == 0 or (i + 1) % 6 == 0 else SLIDING for i in range(count)]

@@ -26,7 +26,7 @@ class Rope:
         has_windows: bool,
         latent: LatentAttentionConfig | None = None,
     ) -> None:
-        self.query_growth, self.query_length = 0.0, 1
+        self._has_growth, self.query_growth, self.query_length = family.query_growth, 0.0, 1
         self.attention_scale = None if latent is None else latent.query_dim**-0.5
         self.max_position = fields.get("max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
         if family.structure in (GEMMA4, LFM3):  # whose settings are read later
@@ -90,7 +90,8 @@ class Rope:
     def _scaling(self, fields: JsonFields, scaling: JsonFields) -> ops.RopeScaling:
         kind = scaling.get("rope_type", str, None) or scaling.get("type", str, "default")
         positions = self.max_position
-        self.query_growth = scaling.get("llama_4_scaling_beta", float, 0.0, minimum=0.0)
+        if self._has_growth:
+            self.query_growth = scaling.get("llama_4_scaling_beta", float, 0.0, minimum=0.0)
         if self.query_growth:
             self.query_length = scaling.get("original_max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
         if kind == "dynamic" and self._has_alpha and scaling.values.get("alpha"):

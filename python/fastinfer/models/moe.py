@@ -118,7 +118,7 @@ class MixtureOfExperts:
         if lora is not None:
             lora.add("router", logits, routed)
         routing, scaled = self._route(logits), x
-        if self.routing.scales_inputs:
+        if self.routing.scales_inputs:  # and outputs are not: the second call gives weights of 1
             scaled = ops.combine_experts(x, routing.expert_weights, None)
             routing = self._route(logits, is_weighted=False)
         away = self.experts_device
