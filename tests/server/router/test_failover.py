@@ -85,6 +85,19 @@ def test_a_request_without_a_seed_gets_one() -> None:
         assert first.num_broken + second.num_broken >= 5
 
 
+def stream_over_a_break(url: str, body: dict[str, Any], *proxies: BreakingProxy) -> str:
+    """Return an answer whose connection breaks once its beginning has come."""
+    has_begun = threading.Event()
+    for proxy in proxies:
+        proxy.gate = has_begun
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        parts = []
+        for part in response.iter_text():
+            has_begun.set()
+            parts.append(part)
+    return "".join(parts)
+
+
 def test_texts_of_different_models_are_not_mixed() -> None:
     body = {"prompt": "once upon a time", "max_tokens": 60, "stream": True, "ignore_eos": True, "temperature": 0}
     other = ToyModel(windows=(4, 4))
@@ -94,9 +107,9 @@ def test_texts_of_different_models_are_not_mixed() -> None:
         )
         _, url = stack.enter_context(router_server([first.url, second.url]))
         first.break_after = second.break_after = 3000
-        answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+        answer = stream_over_a_break(url + "/v1/completions", body, first, second)
         assert first.num_broken + second.num_broken == 1
-    *_, last, done = answer.text.strip().split("\n\n")
+    *_, last, done = answer.strip().split("\n\n")
     error = json.loads(last.removeprefix("data: "))["error"]
     assert error["code"] == "replica_lost"
     assert "another replica wrote another text" in error["message"]
@@ -113,7 +126,7 @@ def test_other_streams_break_off(path: str) -> None:
         size = len(httpx.post(url + path, json=body, timeout=60).content)
         first.break_after = size // 2
         with pytest.raises(httpx.RemoteProtocolError):
-            httpx.post(url + path, json=body, timeout=60)
+            stream_over_a_break(url + path, body, first)
 
 
 def test_a_stream_waits_for_the_only_replica() -> None:
