@@ -876,6 +876,7 @@ FAMILIES: dict[str, Family] = {
         structure=AXK1,
         sigmoid_router=True,
         optional_router_bias=True,
+        fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         defaults={
             "norm_topk_prob": True,
             "n_shared_experts": 1,

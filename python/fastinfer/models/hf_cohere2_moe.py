@@ -6,7 +6,7 @@ from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_LAYERS, ModelConfig, RouterConfig
 from fastinfer.models.hf_states import FULL, SLIDING
-from fastinfer.models.structure import COHERE, Structure
+from fastinfer.models.structure import Structure
 
 
 def prepare_cohere2_moe(fields: JsonFields) -> None:
@@ -27,9 +27,9 @@ def prepare_cohere2_moe(fields: JsonFields) -> None:
     values["layer_types"] = kinds
 
 
-def cohere2_moe_structure(fields: JsonFields) -> Structure:
+def cohere2_moe_structure(fields: JsonFields, structure: Structure) -> Structure:
     """Return the structure of the layers, whose norms depend on which ``eps`` there is."""
-    return COHERE if fields.values.get("rms_norm_eps") is None else replace(COHERE, norm="rms_norm")
+    return structure if fields.values.get("rms_norm_eps") is None else replace(structure, norm="rms_norm")
 
 
 def cohere2_moe_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:

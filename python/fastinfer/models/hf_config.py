@@ -2,38 +2,25 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.formats.text_fields import text_fields
 from fastinfer.models.config import MAX_LAYERS, ModelConfig
 from fastinfer.models.families import FAMILIES, MISSING, RENAMED, Family
-from fastinfer.models.hf_cohere2_moe import cohere2_moe_config, cohere2_moe_structure, prepare_cohere2_moe
-from fastinfer.models.hf_experts import num_experts, prepare_hunyuan_moe, router, shared_intermediate_size
-from fastinfer.models.hf_falcon_h1 import falcon_h1_factors, falcon_h1_mamba2, prepare_falcon_h1
+from fastinfer.models.hf_experts import num_experts, router, shared_intermediate_size
+from fastinfer.models.hf_falcon_h1 import falcon_h1_mamba2
 from fastinfer.models.hf_fields import Sizes, activation, require
-from fastinfer.models.hf_gemma4 import gemma4_config, prepare_gemma4
 from fastinfer.models.hf_gpt2 import gpt2_config
 from fastinfer.models.hf_latent import latent_attention
 from fastinfer.models.hf_layers import attention_windows, dense_layers, state_layers, unrotated_layers
-from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
-from fastinfer.models.hf_llama4 import llama4_config, prepare_llama4
-from fastinfer.models.hf_mimo import mimo_config, prepare_mimo
-from fastinfer.models.hf_nemotron import nemotron_h_mamba2, prepare_nemotron_h
-from fastinfer.models.hf_olmo_hybrid import olmo_hybrid_config, prepare_olmo_hybrid
+from fastinfer.models.hf_nemotron import nemotron_h_mamba2
 from fastinfer.models.hf_rope import Rope
-from fastinfer.models.hf_states import (
-    adjusted_intermediate_size,
-    granite_hybrid_fields,
-    granite_mamba2,
-    linear_attention,
-    short_conv,
-)
+from fastinfer.models.hf_states import adjusted_intermediate_size, granite_mamba2, linear_attention, short_conv
+from fastinfer.models.hf_steps import STEPS, Steps
 from fastinfer.models.hf_text_parts import TEXT_PARTS, text_part
 from fastinfer.models.state_config import StateConfig
-from fastinfer.models.stored_layers import StoredLayers
-from fastinfer.models.structure import FALCON_H1, GEMMA4, LFM3, LLAMA4, MIMO, NEMOTRON_H, OLMO_HYBRID
+from fastinfer.models.structure import FALCON_H1, NEMOTRON_H
 
 # Families that scale rotations where their files do not say how.
 _SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", "CwmForCausalLM")
@@ -107,33 +94,8 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     fields.values |= {usual: fields.values[own] for usual, own in family.aliases.items() if own in fields.values}
     if name == "GPT2LMHeadModel":
         return gpt2_config(fields)
-    if name == "GraniteMoeHybridForCausalLM":
-        fields.values |= granite_hybrid_fields(fields)
-    if name == "HunYuanMoEV1ForCausalLM":
-        prepare_hunyuan_moe(fields)
-    elif name == "Cohere2MoeForCausalLM":
-        prepare_cohere2_moe(fields)
-    if name == "GemmaForCausalLM" and fields.values["hidden_act"] == "gelu":
-        fields.values["hidden_act"] = "gelu_pytorch_tanh"  # which the first files mean
-    if name == "Dots1ForCausalLM" and fields.values.get("scoring_func") == "noaux_tc":
-        fields.values["scoring_func"] = "sigmoid"  # with a bias for the choice
-    if name == "AXK1ForCausalLM":  # whose code reads neither
-        fields.values |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    stored_layers: StoredLayers = ()
-    if family.structure is NEMOTRON_H:
-        stored_layers = prepare_nemotron_h(fields)
-    elif family.structure is FALCON_H1:
-        stored_layers = prepare_falcon_h1(fields)
-    if family.structure is GEMMA4:
-        prepare_gemma4(fields)
-    elif family.structure is LFM3:
-        prepare_lfm3(fields)
-    elif family.structure is MIMO:
-        prepare_mimo(fields)
-    elif family.structure is OLMO_HYBRID:
-        prepare_olmo_hybrid(fields)
-    elif family.structure is LLAMA4:
-        prepare_llama4(fields)
+    steps = STEPS.get(name, Steps())
+    stored_layers = steps.prepare(fields) or ()
     size = Sizes(fields)
     hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
     num_layers = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
@@ -151,16 +113,9 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     rope = Rope(fields, family, head_dim, has_windows=any(windows), latent=latent)
     experts = num_experts(size)
     dense = dense_layers(fields, num_layers) if experts else frozenset()
-    _check_settings(fields, name, family)
-    structure = lfm3_structure(fields) if family.structure is LFM3 else family.structure
-    if name == "HyperCLOVAXForCausalLM":
-        structure = replace(structure, post_norms=fields.get("use_post_norm", bool, True))
-    if name == "Glm4MoeForCausalLM" and fields.get("use_qk_norm", bool, False):
-        structure = replace(structure, qk_norm="head")
-    if name == "Cohere2MoeForCausalLM":
-        structure = cohere2_moe_structure(fields)
-    if name == "GPTNeoXForCausalLM":
-        structure = replace(structure, parallel=fields.get("use_parallel_residual", bool, True))
+    for key, value in steps.required.items():
+        require(fields, key, value)
+    structure = steps.structure(fields, family.structure)
     if latent is not None:
         is_interleaved = structure.interleaved_rope and fields.get("rope_interleave", bool, True)
         structure = replace(structure, interleaved_rope=is_interleaved)
@@ -171,9 +126,6 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
     epsilon = family.epsilon or ("layer_norm_eps" if structure.norm == "layer_norm" else "rms_norm_eps")
     scalar = fields.get("query_pre_attn_scalar", float, None, minimum=1e-3)
     unrotated = unrotated_layers(fields, name, family, windows, num_layers)
-    if name == "NanoChatForCausalLM":
-        # Norms come after the rotation, which changes no length but by this factor.
-        rope.scaling = replace(rope.scaling, attention_factor=1.0)
     if name in _ROPE_BY_LAYER:
         unrotated = rope.by_layer(fields, windows, num_layers)
     config = ModelConfig(
@@ -224,98 +176,7 @@ def parse_hf_config(fields: JsonFields) -> ModelConfig:
         shared_expert_gate=fields.get("shared_expert_gate", bool, False),
         **structure.config_fields(hidden_size),
     )
-    if structure is GEMMA4:
-        return gemma4_config(fields, config)
-    if family.structure is LFM3:
-        return lfm3_config(fields, config)
-    if name == "Cohere2MoeForCausalLM":
-        return cohere2_moe_config(fields, config)
-    if structure is MIMO:
-        return mimo_config(fields, config)
-    if structure is LLAMA4:
-        return llama4_config(fields, config)
-    if structure is OLMO_HYBRID:
-        return olmo_hybrid_config(fields, config)
-    if structure is FALCON_H1:
-        return replace(config, **falcon_h1_factors(fields, head_dim))
-    return replace(config, **_factors(fields, config))
-
-
-def _check_settings(fields: JsonFields, name: str, family: Family) -> None:
-    """Refuse settings of a family that other families do not have, and that are not implemented."""
-    if family.activation == "clamped_swiglu":
-        require(fields, "hidden_act", "silu")  # which it resembles
-        require(fields, "swiglu_alpha", 1.702)
-        require(fields, "swiglu_limit", 7.0)
-    if name.startswith(("GemmaFor", "Gemma2", "Gemma3")):
-        require(fields, "use_bidirectional_attention", False)
-    if name.startswith(("Qwen3_5Moe", "Qwen3VLMoe")):
-        require(fields, "norm_topk_prob", True)
-    if name == "AriaTextForCausalLM":
-        require(fields, "hidden_act", "silu")  # that of its experts, whatever the file says
-        require(fields, "mlp_bias", False)
-    if name == "CohereForCausalLM":
-        require(fields, "use_qk_norm", False)
-    if name == "ArceeForCausalLM":
-        require(fields, "hidden_act", "relu2")
-    if name == "PhiForCausalLM":
-        require(fields, "qk_layernorm", False)
-        require(fields, "tie_word_embeddings", False)
-    if name == "StableLmForCausalLM":
-        require(fields, "qk_layernorm", False)
-        require(fields, "use_parallel_residual", False)
-    if name == "HYV3ForCausalLM":
-        require(fields, "mlp_bias", False)
-    if name == "Ernie4_5_MoeForCausalLM":
-        require(fields, "use_bias", False)
-        last = fields.get("num_hidden_layers", int) - 1
-        if (end := fields.get("moe_layer_end_index", int, -1)) not in (-1, last):
-            raise UnsupportedModelError(f"{fields.path}: moe_layer_end_index must be -1 or {last}, got {end}")
-    if name in ("OlmoForCausalLM", "OlmoeForCausalLM") and fields.values.get("clip_qkv") is not None:
-        raise UnsupportedModelError(f"{fields.path}: clip_qkv must be null, got {fields.values['clip_qkv']!r:.80}")
-    if name == "DeepseekV2ForCausalLM":
-        require(fields, "topk_method", "greedy")
-        require(fields, "norm_topk_prob", False)
-    if name == "MiniMaxM2ForCausalLM":
-        require(fields, "use_qk_norm", True)
-        require(fields, "qk_norm_type", "per_layer")
-        require(fields, "shared_intermediate_size", 0)
-    if name in ("MuseGlimmerForConditionalGeneration", "AfmoeForCausalLM"):
-        require(fields, "attention_bias", False)
-
-
-def _factors(fields: JsonFields, config: ModelConfig) -> dict[str, Any]:
-    """Return the factors that families have under names of their own, as fields of the configuration."""
-    name = config.architecture
-
-    def factor(key: str, default: float) -> float:
-        return fields.get(key, float, default, minimum=1e-6, maximum=1e6)
-
-    is_granite = name.startswith("Granite")
-    if is_granite or name == "HyperCLOVAXForCausalLM":
-        logits_scaling = factor("logits_scaling", 1.0)
-        return {
-            "embedding_scale": factor("embedding_multiplier", 1.0),
-            "residual_scale": factor("residual_multiplier", 1.0),
-            "attention_scale": factor("attention_multiplier", 1.0 if is_granite else config.head_dim**-0.5),
-            "logits_scale": 1.0 / logits_scaling if is_granite else logits_scaling,
-        }
-    if name == "AfmoeForCausalLM" and fields.get("mup_enabled", bool):
-        return {"embedding_scale": float(fields.get("hidden_size", int)) ** 0.5}
-    if name == "MiniCPM3ForCausalLM":
-        depth = config.num_layers**0.5
-        return {
-            "embedding_scale": factor("scale_emb", 1.0),
-            "residual_scale": factor("scale_depth", depth) / depth,
-            "logits_scale": factor("dim_model_base", config.hidden_size) / config.hidden_size,
-        }
-    if name == "MuseGlimmerForConditionalGeneration":
-        return {
-            "query_scale": factor("qk_scale_factor", 1.0),
-            "logits_scale": factor("output_multiplier", 1.0),
-            "post_norm_eps": fields.get("post_norm_eps", float, minimum=0.0, maximum=1.0),
-        }
-    return {}
+    return steps.finish(fields, config)
 
 
 def _state_sizes(fields: JsonFields, family: Family, size: Sizes) -> StateConfig:

@@ -16,11 +16,11 @@ ones are used as they are, and bf16 ones are not rounded again:
 """
 
 from dataclasses import replace
-from typing import Any
 
 from fastinfer.errors import CheckpointFormatError
 from fastinfer.formats.json_fields import JsonFields
-from fastinfer.models.config import MAX_LAYERS
+from fastinfer.models.config import MAX_LAYERS, ModelConfig
+from fastinfer.models.hf_factors import factor
 from fastinfer.models.hf_fields import Sizes, require
 from fastinfer.models.hf_states import FULL, MAMBA, MAMBA_NAMES, dt_limits, mamba2, mamba_head_dim
 from fastinfer.models.state_config import Mamba2Config
@@ -58,25 +58,26 @@ def falcon_h1_mamba2(fields: JsonFields, size: Sizes) -> Mamba2Config:
     return replace(
         sizes,
         has_norm=has_norm,
-        input_scale=_factor(fields, "ssm_in_multiplier") * z,
+        input_scale=factor(fields, "ssm_in_multiplier") * z,
         conv_scales=(x / z, b / z, c / z),
         dt_scale=dt / z,
-        output_scale=_factor(fields, "ssm_out_multiplier") / _residual_scale(fields),
+        output_scale=factor(fields, "ssm_out_multiplier") / _residual_scale(fields),
     )
 
 
-def falcon_h1_factors(fields: JsonFields, head_dim: int) -> dict[str, Any]:
-    """Return the factors outside Mamba-2, as fields of the configuration."""
+def falcon_h1_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the factors outside Mamba-2."""
     residual_scale = _residual_scale(fields)
-    output_scale = _factor(fields, "attention_out_multiplier") / residual_scale
-    return {
-        "embedding_scale": _factor(fields, "embedding_multiplier"),
-        "attention_input_scale": _factor(fields, "attention_in_multiplier") * output_scale,
-        "attention_scale": head_dim**-0.5 * _factor(fields, "key_multiplier") / output_scale**2,
-        "mlp_input_scale": _factors(fields, "mlp_multipliers", 2)[0],
-        "residual_scale": residual_scale,
-        "logits_scale": _factor(fields, "lm_head_multiplier"),
-    }
+    output_scale = factor(fields, "attention_out_multiplier") / residual_scale
+    return replace(
+        config,
+        embedding_scale=factor(fields, "embedding_multiplier"),
+        attention_input_scale=factor(fields, "attention_in_multiplier") * output_scale,
+        attention_scale=config.head_dim**-0.5 * factor(fields, "key_multiplier") / output_scale**2,
+        mlp_input_scale=_factors(fields, "mlp_multipliers", 2)[0],
+        residual_scale=residual_scale,
+        logits_scale=factor(fields, "lm_head_multiplier"),
+    )
 
 
 def _residual_scale(fields: JsonFields) -> float:
@@ -84,14 +85,10 @@ def _residual_scale(fields: JsonFields) -> float:
     return down / gate
 
 
-def _factor(fields: JsonFields, key: str) -> float:
-    return fields.get(key, float, 1.0, minimum=1e-6, maximum=1e6)
-
-
 def _factors(fields: JsonFields, key: str, count: int) -> tuple[float, ...]:
     if fields.values.get(key) is None:
         return (1.0,) * count
     factors = fields.numbers(key, count)
-    if not all(1e-6 <= factor <= 1e6 for factor in factors):
+    if not all(1e-6 <= each <= 1e6 for each in factors):
         raise CheckpointFormatError(f"{fields.path}: {key}: expected numbers from 1e-06 to 1e+06, got {factors!r:.80}")
     return factors

@@ -31,7 +31,8 @@ def require(fields: JsonFields, key: str, expected: object) -> None:
     """Refuse a model with another value; a missing one is the expected one."""
     value = fields.values.get(key)
     if value is not None and value != expected:
-        raise UnsupportedModelError(f"{fields.path}: {key} must be {expected!r}, got {value!r:.80}")
+        wanted = "null" if expected is None else repr(expected)
+        raise UnsupportedModelError(f"{fields.path}: {key} must be {wanted}, got {value!r:.80}")
 
 
 def activation(fields: JsonFields, key: str, *, gated: bool = True) -> str:

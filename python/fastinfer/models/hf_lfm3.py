@@ -4,10 +4,9 @@ from dataclasses import replace
 
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_SIZE, ModelConfig
-from fastinfer.models.hf_fields import require
 from fastinfer.models.hf_rope import local_theta, proportional_rope
 from fastinfer.models.hf_states import CONV, FULL, SLIDING
-from fastinfer.models.structure import LFM3, Structure
+from fastinfer.models.structure import Structure
 
 FULL_ROPE: dict[str, object] = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 LOCAL_ROPE: dict[str, object] = {"rope_type": "default", "rope_theta": 1e4}
@@ -21,14 +20,9 @@ def prepare_lfm3(fields: JsonFields) -> None:
         fields.values = {**fields.values, "layer_types": kinds}
 
 
-def lfm3_structure(fields: JsonFields) -> Structure:
-    """Return the structure of the layers.
-
-    Raises:
-        UnsupportedModelError: attention has biases.
-    """
-    require(fields, "attention_bias", False)
-    structure = replace(LFM3, post_norms=fields.get("use_sandwich_norm", bool))
+def lfm3_structure(fields: JsonFields, structure: Structure) -> Structure:
+    """Return the structure of the layers, which have norms of outputs and gates by the fields."""
+    structure = replace(structure, post_norms=fields.get("use_sandwich_norm", bool))
     if fields.get("use_attention_gate", bool):
         return structure
     return replace(structure, output_gate=False, separate_gate=False, head_gate=False)

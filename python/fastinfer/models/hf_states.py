@@ -63,8 +63,8 @@ def adjusted_intermediate_size(fields: JsonFields, size: Sizes) -> int:
     return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
 
 
-def granite_hybrid_fields(fields: JsonFields) -> dict[str, object]:
-    """Return the fields of Granite 4 that have other names or meanings than those of other families.
+def prepare_granite_hybrid(fields: JsonFields) -> None:
+    """Give the fields of Granite 4 the names and meanings that those of other families have.
 
     Without experts, the MLP is the expert that all tokens have besides their own.
     """
@@ -75,7 +75,7 @@ def granite_hybrid_fields(fields: JsonFields) -> dict[str, object]:
     if not fields.get("num_local_experts", int, minimum=0):
         changed["intermediate_size"] = fields.get("shared_intermediate_size", int)
         changed |= {"shared_intermediate_size": 0, "num_local_experts": None}
-    return changed
+    fields.values |= changed
 
 
 def is_rotated(fields: JsonFields) -> bool:
