@@ -160,7 +160,7 @@ def test_a_stream_that_a_shutdown_ends_goes_on_elsewhere() -> None:
         thread.start()
         assert ask(url, "/v1/completions", body)[:2] == expected
         thread.join()
-        assert host.replicas[0].last_chosen > 1
+        assert host.replicas[0].last_chosen > 0
 
 
 class DyingModel(ToyModel):
@@ -189,7 +189,7 @@ def test_an_engine_that_dies_in_a_server_that_lives_is_a_lost_replica(num_steps:
         else:
             texts = [httpx.post(each + "/v1/completions", json=body).json()["choices"] for each in (url, two)]
             assert texts[0] == texts[1]
-        assert host.replicas[0].last_chosen > 1
+        assert host.replicas[0].last_chosen > 0
         assert not host.replicas[0].is_ready
 
 
