@@ -72,11 +72,12 @@ def test_a_preempted_request_has_begun(clock: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("kind", ["beams", "embedding", "grammar", "completions"])
 def test_every_kind_of_request(kind: str, clock: SimpleNamespace) -> None:
+    three = SamplingParams(n=3, max_tokens=9, ignore_eos=True)  # a drawn end-of-sequence would come before the deadline
     add = {
         "beams": lambda engine: engine.add_beam_request([1], BeamSearchParams(beam_width=3, max_tokens=9), timeout=1),
         "embedding": lambda engine: engine.add_embedding_request([1] * 40, timeout=1),
         "grammar": lambda engine: constrained(engine, [1], LONG, Letters("abc", 9), timeout=1),
-        "completions": lambda engine: engine.add_request([1], SamplingParams(n=3, max_tokens=9), timeout=1),
+        "completions": lambda engine: engine.add_request([1], three, timeout=1),
     }[kind]
     engine = toy_engine(max_num_batched_tokens=16)
     request = add(engine)
