@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support.dflash_heads import (
     BLOCK_SIZE,
     CODEBOOKS,
@@ -19,7 +18,16 @@ from support.dflash_heads import (
     write_own,
     write_speculators,
 )
-from support.draft_blocks import FULL, LAYERS, SLIDING, check_blocks, recorded_blocks, with_head
+from support.draft_blocks import (
+    FULL,
+    LAYERS,
+    OPTION_CASES,
+    SLIDING,
+    check_blocks,
+    recorded_blocks,
+    with_head,
+    write_flat_folder,
+)
 from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, texts
 from support.eagle_heads import HIDDEN, VOCAB_SIZE
 from support.fake_cuda_graph import use_fakes, with_twin
@@ -34,7 +42,6 @@ from fastinfer.models.batch import Batch
 from fastinfer.models.block_conv import BlockConv
 from fastinfer.models.draft_chain import MISSING, CandidateSelector
 from fastinfer.models.hf_config import read_hf_config
-from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.weights.weight import DenseWeight
 
 WINDOWS = {"is_causal": False, "layer_types": [SLIDING, SLIDING], "sliding_window": 9}
@@ -138,17 +145,7 @@ def test_prefixes_forks_and_preemptions(model: Path, tmp_path: Path) -> None:
     check_blocks(blocks, model, head)
 
 
-@pytest.mark.parametrize(
-    ("params", "options"),
-    [
-        (replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[^a]{30,}")), {}),
-        (replace(GREEDY, temperature=1.5, seed=1, repetition_penalty=1.2, logprobs=2), {"dtype": "auto"}),
-        (replace(GREEDY, temperature=0.7, seed=2, prompt_logprobs=1), {"kv_cache_dtype": "int8", "dtype": "bfloat16"}),
-        (GREEDY, {"enforce_eager": True, "enable_prefix_caching": False, "sparse_attention": 32}),
-        (GREEDY, {"tensor_parallel_size": 2}),
-        (GREEDY, {"device": "cpu=2,cpu=3"}),
-    ],
-)
+@pytest.mark.parametrize(("params", "options"), OPTION_CASES)
 def test_no_option_changes_a_text(model: Path, tmp_path: Path, params: SamplingParams, options: dict[str, Any]) -> None:
     head = write_own(tmp_path / "head", second_head(), LAYERS, **SECOND, **WINDOWS)
     llm = with_head(model, head, **options)
@@ -192,11 +189,7 @@ def test_graphs_of_a_gpu_pad_blocks(
 
 def test_a_sampled_draft_is_drawn_after_the_one_before(tmp_path: Path) -> None:
     """The model's logits are all equal, so that a token is drawn by the noise alone, and the head draws the same."""
-    folder = write_tiny_folder(tmp_path / "model", sizes={"num_hidden_layers": 5})
-    weights = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        weights.lm_head.weight.zero_()
-    weights.save_pretrained(folder)
+    folder = write_flat_folder(tmp_path / "model")
     settings = SECOND | {"selector_top_k": VOCAB_SIZE}
     head = second_head()
     head["candidate_selector.hidden_projection.weight"].zero_()
@@ -208,11 +201,7 @@ def test_a_sampled_draft_is_drawn_after_the_one_before(tmp_path: Path) -> None:
 
 def test_penalties_count_the_drafts_before(tmp_path: Path) -> None:
     """The model draws the first tokens in turn, because each lowers its own logit, and so does the head."""
-    folder = write_tiny_folder(tmp_path / "model", sizes={"num_hidden_layers": 5})
-    weights = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        weights.lm_head.weight.zero_()
-    weights.save_pretrained(folder)
+    folder = write_flat_folder(tmp_path / "model")
     head = second_head()
     head["candidate_selector.hidden_projection.weight"].zero_()
     settings = SECOND | {"selector_top_k": VOCAB_SIZE}

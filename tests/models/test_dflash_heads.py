@@ -18,11 +18,11 @@ from support.dflash_heads import (
     write_own,
     write_speculators,
 )
+from support.draft_blocks import FULL, LAYERS, OPTION_CASES, SLIDING, with_head, write_flat_folder
 from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, recorded_drafts, texts
 from support.eagle_heads import VOCAB_SIZE
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
-from support.toy import always_speculate
 from torch import Tensor
 
 from fastinfer import LLM, SamplingParams
@@ -30,20 +30,12 @@ from fastinfer.errors import CheckpointFormatError, FastinferError, GGUFFormatEr
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.structured_output import StructuredOutputsParams
 
-LAYERS = [0, 2, 3]  # whose outputs the heads read
-SLIDING, FULL = "sliding_attention", "full_attention"
 Write = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("model") / "model", sizes={"num_hidden_layers": 5})
-
-
-def with_head(model: Path, head: Path, **options: Any) -> LLM:
-    llm = LLM(str(model), **OPTIONS | {"draft_model": str(head), "num_speculative_tokens": 3} | options)
-    always_speculate(llm.engine)
-    return llm
 
 
 @pytest.mark.parametrize(
@@ -220,17 +212,7 @@ def test_prefixes_forks_and_preemptions_keep_what_the_head_reads(model: Path, tm
     check(drafts, model, head, every=7)
 
 
-@pytest.mark.parametrize(
-    ("params", "options"),
-    [
-        (replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[^a]{30,}")), {}),
-        (replace(GREEDY, temperature=1.5, seed=1, repetition_penalty=1.2, logprobs=2), {"dtype": "auto"}),
-        (replace(GREEDY, temperature=0.7, seed=2, prompt_logprobs=1), {"kv_cache_dtype": "int8", "dtype": "bfloat16"}),
-        (GREEDY, {"enforce_eager": True, "enable_prefix_caching": False, "sparse_attention": 32}),
-        (GREEDY, {"tensor_parallel_size": 2}),
-        (GREEDY, {"device": "cpu=2,cpu=3"}),
-    ],
-)
+@pytest.mark.parametrize(("params", "options"), OPTION_CASES)
 def test_no_option_changes_a_text(model: Path, tmp_path: Path, params: SamplingParams, options: dict[str, Any]) -> None:
     llm = with_head(model, write_speculators(tmp_path / "head", random_head(len(LAYERS)), LAYERS), **options)
     found, stats = texts(llm, params), llm.engine.stats()
@@ -251,11 +233,7 @@ def test_drafts_after_tokens_that_a_grammar_forces(model: Path, tmp_path: Path) 
 
 def test_a_head_that_is_right_saves_steps(tmp_path: Path) -> None:
     """The model repeats a token, and the head, whose features are zeros, drafts the one of the mask: also this one."""
-    folder = write_tiny_folder(tmp_path / "model", sizes={"num_hidden_layers": 5})
-    weights = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        weights.lm_head.weight.zero_()
-    weights.save_pretrained(folder)  # all logits are equal, so that the first token is drawn again and again
+    folder = write_flat_folder(tmp_path / "model")  # so that the first token is drawn again and again
     llm = with_head(folder, write_own(tmp_path / "head", random_head(len(LAYERS)), LAYERS))
     assert set(texts(llm, GREEDY)[0][0]) == {0}
     stats = llm.engine.stats()

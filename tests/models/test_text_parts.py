@@ -202,7 +202,7 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
 
 
 def test_a_file_that_names_only_what_is_not_as_in_the_first_model(tmp_path: Path) -> None:
-    """As that of LLaVA 1.5 does."""
+    """The file of LLaVA 1.5 is one."""
     text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["LlavaForConditionalGeneration"], "text_config": text})

@@ -1,5 +1,6 @@
 """Engines with a head that drafts blocks, and comparison of their drafts with the reference."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,25 @@ import torch
 import transformers
 from torch import Tensor
 
-from fastinfer import LLM
+from fastinfer import LLM, SamplingParams
 from fastinfer.engine.chunk import Chunk
+from fastinfer.structured_output import StructuredOutputsParams
 from support.dflash_heads import chosen_drafts, drafted_logits
-from support.drafts import OPTIONS, recorded_drafts
+from support.drafts import GREEDY, OPTIONS, recorded_drafts
+from support.tiny_folder import write_tiny_folder
 from support.toy import always_speculate
 
 LAYERS = [0, 2, 3]  # whose outputs the heads read
 SLIDING, FULL = "sliding_attention", "full_attention"
+# Parameters and options of an engine, which change no text.
+OPTION_CASES: list[tuple[SamplingParams, dict[str, Any]]] = [
+    (replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[^a]{30,}")), {}),
+    (replace(GREEDY, temperature=1.5, seed=1, repetition_penalty=1.2, logprobs=2), {"dtype": "auto"}),
+    (replace(GREEDY, temperature=0.7, seed=2, prompt_logprobs=1), {"kv_cache_dtype": "int8", "dtype": "bfloat16"}),
+    (GREEDY, {"enforce_eager": True, "enable_prefix_caching": False, "sparse_attention": 32}),
+    (GREEDY, {"tensor_parallel_size": 2}),
+    (GREEDY, {"device": "cpu=2,cpu=3"}),
+]
 # For each block the text, the logits of its places, and the drafts that are made of them.
 Blocks = list[tuple[list[int], Tensor, list[int]]]
 
@@ -23,6 +35,16 @@ def with_head(model: Path, head: Path, **options: Any) -> LLM:
     llm = LLM(str(model), **OPTIONS | {"draft_model": str(head), "num_speculative_tokens": 3} | options)
     always_speculate(llm.engine)
     return llm
+
+
+def write_flat_folder(path: Path) -> Path:
+    """Write a model whose logits are all equal, and return its folder."""
+    folder = write_tiny_folder(path, sizes={"num_hidden_layers": 5})
+    weights = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        weights.lm_head.weight.zero_()
+    weights.save_pretrained(folder)
+    return folder
 
 
 def recorded_blocks(llm: LLM) -> Blocks:

@@ -1,4 +1,4 @@
-"""What makes a draft of a block depend on the one before it."""
+"""Chains, which make each draft of a block depend on the one before it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
