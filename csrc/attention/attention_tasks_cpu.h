@@ -6,10 +6,9 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-// Query rows of a task, to share the converted K and V. With vdpbf16ps more pay, because converting takes a larger
-// part.
-#if defined(FASTINFER_BF16_PROMPTS) && !defined(FASTINFER_TILES)
-inline constexpr int kTargetRows = 192;
+// Query rows of a task, to share the converted K and V. In bf16 more pay, because converting takes a larger part.
+#if defined(FASTINFER_BF16_PROMPTS)
+inline constexpr int kTargetRows = 256;
 #else
 inline constexpr int kTargetRows = 128;
 #endif
@@ -76,6 +75,7 @@ class AttentionTasks {
     const int target_rows =
         tiles >= parts ? kTargetRows : std::clamp(ceil_div(tokens * p.q_heads, parts), kFewestRows, kTargetRows);
     task_tokens_ = std::max(1, target_rows / group_);
+    if (task_tokens_ > kTile) task_tokens_ -= task_tokens_ % kTile;  // only one tile is then seen in part
 
     int64_t tasks = 0, cost = 0;
     for_each_task([&](const AttentionTask& task) { ++tasks, cost += cost_of(task); });

@@ -18,7 +18,7 @@ FASTINFER_INLINE f32v activate_and_mul(Activation activation, f32v gate, f32v up
   if (activation == Activation::kClampedSwiglu) {  // comparisons that keep NaN
     const f32v limit = broadcast(kSwigluLimit);
     const f32v g = select(gate > limit, limit, gate), u = select(up > limit, limit, select(up < -limit, -limit, up));
-    return g * sigmoid(kSwigluGain * g) * (u + 1.0f);
+    return times_sigmoid(g, kSwigluGain * g) * (u + 1.0f);
   }
   return activate(activation, gate) * up;
 }

@@ -22,7 +22,7 @@ inline constexpr int kRowBlock = 64;                // rows of x whose sums are 
 inline constexpr int kRowsOfGroups = 8;             // with so few, the sums of several units are kept
 
 // Slots of scratch memory.
-enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer, kActiveExperts, kRowTiles };
+enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer, kActiveExperts, kRowTiles, kTileSums };
 
 // Rows of x after the prologue, fp32, padded with zeros to a multiple of kLanes and then by a cache line, so that rows
 // of a power of two do not share a set of the cache.
@@ -46,10 +46,16 @@ void for_each_row_range(const GemmParams& p, const Fn& fn) {
 // All rows that are computed, in scratch memory.
 FloatRows float_rows(const GemmParams& p);
 
-// The epilogue. sums: [rows, sums_stride], of a unit's tiles; expert 0 is also the only weight. Adds the bias,
-// activates or adds the residual, and stores.
-void finish(const GemmParams& p, int64_t expert, int64_t unit, int64_t row0, int rows, const float* sums,
-            int sums_stride);
+// The sums of units first .. first + count - 1, [rows, stride] of each, `next` elements apart; a unit has `stride` rows
+// of the weight.
+struct UnitSums {
+  const float* data;
+  int64_t stride, next = 0;
+  int64_t first, count = 1;
+};
+
+// The epilogue; expert 0 is also the only weight. Adds the bias, activates or adds the residual, and stores.
+void finish(const GemmParams& p, int64_t expert, const UnitSums& sums, int64_t row0, int64_t rows);
 
 // Calls fn(expert, first, last, begin, end) for runs of units, first .. last - 1, that together are all units of all
 // experts, with the expert's rows begin .. end - 1: for the experts that have any, so that threads share out evenly
@@ -116,11 +122,12 @@ void for_each_product(const GemmParams& p, int64_t units, int stride, const Mult
         for (int64_t unit = 0; unit < count; ++unit) {
           float* unit_sums = sums + unit * rows * stride;
           finished = multiply(expert, first + unit, row0, rows, unit_sums, [&](int row, int ready) {
-            finish(p, expert, first + unit, row0 + row, ready, unit_sums + row * stride, stride);
+            finish(p, expert, {.data = unit_sums + row * stride, .stride = stride, .first = first + unit}, row0 + row,
+                   ready);
           });
         }
         for (int64_t unit = 0; unit < count && !finished; ++unit) {
-          finish(p, expert, first + unit, row0, rows, sums + unit * rows * stride, stride);
+          finish(p, expert, {.data = sums + unit * rows * stride, .stride = stride, .first = first + unit}, row0, rows);
         }
       }
     }

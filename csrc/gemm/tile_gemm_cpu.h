@@ -14,17 +14,9 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kUnitRows = 2 * kTileRows;
-inline constexpr int64_t kSweepBytes = 3 << 19;  // of packed x, which stay in an L2 of 2 MB
-inline constexpr int64_t kMostSweepRows = 512;   // whose sums take 64 KB
-// With fewer rows than so many, unpacking again for the next ones takes longer than reading x from the L3, which cost a
-// third of the speed on a Granite Rapids: 0.2 cycles a weight against 1/512 a product.
-inline constexpr int64_t kFewestSweepRows = 160;
-
-// Rows of x that go through a panel of weights once it is unpacked.
-inline int64_t sweep_rows(int64_t k) {
-  const int64_t in_l2 = kSweepBytes / std::max<int64_t>(2 * k, 1) / kUnitRows * kUnitRows;
-  return in_l2 < kFewestSweepRows ? kMostSweepRows : std::min(in_l2, kMostSweepRows);
-}
+// So many rows of x, and units of the weight, are multiplied before the sums are finished. The inputs of a panel, 576
+// KB, and the sums, 512 KB, stay in an L2 of 2 MB, and a weight is unpacked once for all of the rows.
+inline constexpr int64_t kSweepRows = 512, kSweepUnits = 8;
 
 // Rows begin .. end - 1 of an expert, by their places; without experts, those of the prompt.
 struct PlacedRows {
@@ -60,13 +52,17 @@ inline PackedRows pack_rows(const GemmParams& p) {
   auto* data = scratch_array<uint8_t>(kActivations, tile[experts] * blocks * kTileBytes);
   parallel_for(tile[experts] * kTileRows, [&](int64_t begin, int64_t end) {
     auto* x = scratch_array<float>(kRowBuffer, blocks * kBlockInputs);
+    std::fill(x + p.k, x + blocks * kBlockInputs, 0.0f);
     int64_t expert = std::upper_bound(tile, tile + experts, begin / kTileRows) - tile - 1;
     for (int64_t row = begin; row < end; ++row) {
       while (row / kTileRows >= tile[expert + 1]) ++expert;
       const PlacedRows rows = PlacedRows::of(p, expert);
       const int64_t place = rows.begin + row - tile[expert] * kTileRows;
-      std::fill_n(x, blocks * kBlockInputs, 0.0f);
-      if (place < rows.end) load_row(p, place, x);
+      if (place < rows.end) {
+        load_row(p, place, x);
+      } else {
+        std::fill_n(x, p.k, 0.0f);
+      }
       uint8_t* out = data + row / kTileRows * blocks * kTileBytes + row % kTileRows * kTileRowBytes;
       for (int64_t block = 0; block < blocks; ++block, out += kTileBytes) store_tile_row(out, x + block * kBlockInputs);
     }
@@ -80,23 +76,31 @@ template <class Weights>
 void run_tile_gemm(const GemmParams& p, const Weights& weights) {
   const PackedRows x = pack_rows(p);
   const int64_t tiles = (p.n + kTileRows - 1) / kTileRows;
-  const int64_t sweep = sweep_rows(p.k);
   const auto multiply = [&](int64_t expert, int64_t first, int64_t last, int64_t begin, int64_t end) {
     alignas(64) uint8_t panel[kPanelBytes];
-    alignas(64) float sums[kMostSweepRows * kUnitRows];
+    float* sums = scratch_array<float>(kTileSums, kSweepUnits * sums_size(kSweepRows));
     Tiles registers;
     const int64_t place = PlacedRows::of(p, expert).begin;
-    for (int64_t row0 = begin; row0 < end; row0 += sweep) {
-      const int64_t count = std::min(sweep, end - row0);
-      for (int64_t unit = first; unit < last; ++unit) {
-        const auto unpack = [&](int i, int64_t first_block, int64_t last_block, uint8_t* out) {
-          const int64_t tile = 2 * unit + i;
-          if (tile < tiles) return weights.unpack(expert, tile, first_block, last_block, out);
-          std::fill_n(out, (last_block - first_block) * kTileBytes, uint8_t{0});
+    for (int64_t row0 = begin; row0 < end; row0 += kSweepRows) {
+      const int64_t count = std::min(kSweepRows, end - row0);
+      for (int64_t unit0 = first; unit0 < last; unit0 += kSweepUnits) {
+        const auto unpack = [&](int64_t unit, int64_t first_block, int64_t last_block) -> TileRows {
+          for (int i = 0; i < 2; ++i) {
+            const int64_t tile = 2 * (unit0 + unit) + i;
+            uint8_t* out = panel + i * kPanelBytes / 2;
+            if (tile < tiles) {
+              weights.unpack(expert, tile, first_block, last_block, out);
+            } else {
+              std::fill_n(out, (last_block - first_block) * kTileBytes, uint8_t{0});
+            }
+          }
+          return {panel, kPanelBytes / 2};
         };
-        multiply_panels(registers, {x.at(expert, row0 - place, 0), x.blocks * kTileBytes}, count, x.blocks, unpack,
-                        panel, sums);
-        finish(p, expert, unit, row0, static_cast<int>(count), sums, kUnitRows);
+        const auto done = [&](int64_t unit, int64_t units, int64_t row, int64_t of_rows) {
+          finish(p, expert, {sums, kUnitColumns, sums_size(count), unit0 + unit, units}, row0 + row, of_rows);
+        };
+        multiply_panels(registers, {x.at(expert, row0 - place, 0), x.blocks * kTileBytes}, count, x.blocks,
+                        std::min(kSweepUnits, last - unit0), unpack, sums, done);
       }
     }
   };

@@ -16,7 +16,7 @@ class TileLora {
  public:
   explicit TileLora(const AddLoraParams& p)
       : p_(p),
-        blocks_(p, p.first_prompt_row, kBlockRows),
+        blocks_(p, p.first_prompt_row, kRows),
         steps_((p.in + kTileInputs - 1) / kTileInputs),
         rank_steps_((p.max_rank + kTileInputs - 1) / kTileInputs) {}
 
@@ -43,8 +43,8 @@ class TileLora {
   }
 
  private:
-  static constexpr int kBlockRows = 64;  // whose sums take 8 KB
-  static constexpr int kBlockTiles = kBlockRows / kTileSide;
+  static constexpr int kRows = 64;  // of a block; their sums take 8 KB
+  static constexpr int kBlockTiles = kRows / kTileSide;
   static constexpr int kColumns = 2 * kTileSide;
 
   // 16 rows of a block, if it has so many.
@@ -71,50 +71,60 @@ class TileLora {
     const int64_t rank = step * kTileInputs, ranks = std::min<int64_t>(block.rank - rank, kTileInputs);
     if (ranks <= 0) return;
     const W* a = static_cast<const W*>(p_.a) + (block.matrix * p_.max_rank + rank) * p_.in;
-    const auto pack = [&](int i, int64_t begin, int64_t end, uint8_t* out) {
-      const int64_t first = i * kTileSide, input = begin * kTileInputs;
-      pack_columns(a + first * p_.in + input, p_.in, std::clamp<int64_t>(ranks - first, 0, kTileSide), p_.in - input,
-                   end - begin, out);
-    };
-    alignas(64) float sums[kBlockRows * kTileInputs];
     alignas(64) uint8_t panel[kPanelBytes];
-    multiply_panels(registers, rows_of(x_, block, steps_), block.count, steps_, pack, panel, sums);
-    for (int64_t row = 0; row < (block.count + kTileSide - 1) / kTileSide * kTileSide; ++row) {
-      float* of_row = sums + row * kTileInputs;
-      std::fill(of_row + ranks, of_row + kTileInputs, 0.0f);  // a NaN of x would spoil what does not exist
-      uint8_t* tile = hidden_ + ((block.tile + row / kTileSide) * rank_steps_ + step) * kTileBytes;
-      store_tile_row(tile + row % kTileSide * kTileRowBytes, of_row);
-    }
+    const auto pack = [&](int64_t, int64_t begin, int64_t end) -> TileRows {
+      for (int i = 0; i < 2; ++i) {
+        const int64_t first = i * kTileSide, input = begin * kTileInputs;
+        pack_columns(a + first * p_.in + input, p_.in, std::clamp<int64_t>(ranks - first, 0, kTileSide), p_.in - input,
+                     end - begin, panel + i * kPanelBytes / 2);
+      }
+      return {panel, kPanelBytes / 2};
+    };
+    alignas(64) float sums[kRows * kTileInputs];
+    const auto done = [&](int64_t, int64_t, int64_t first, int64_t count) {
+      const int64_t end = first + (count + kTileSide - 1) / kTileSide * kTileSide;  // whole tiles
+      for (int64_t row = first; row < end; ++row) {
+        float* of_row = sums + (row - first) * kTileInputs;
+        std::fill(of_row + ranks, of_row + kTileInputs, 0.0f);  // a NaN of x would spoil what does not exist
+        uint8_t* tile = hidden_ + ((block.tile + row / kTileSide) * rank_steps_ + step) * kTileBytes;
+        store_tile_row(tile + row % kTileSide * kTileRowBytes, of_row);
+      }
+    };
+    multiply_panels(registers, rows_of(x_, block, steps_), block.count, steps_, 1, pack, sums, done);
   }
 
   template <class T, class W>
   void expand(Tiles& registers, const LoraBlocks::Block& block, int64_t column) const {
     const W* b = static_cast<const W*>(p_.b) + block.matrix * p_.max_rank * p_.out;
-    const auto pack = [&](int i, int64_t begin, int64_t end, uint8_t* out) {
-      for (int64_t rank = begin * kTileInputs; rank < end * kTileInputs; rank += 2, out += kTileRowBytes) {
-        for (int lane = 0; lane < kTileSide; lane += kLanes) {
-          const int64_t n = column + i * kTileSide + lane, lanes = std::clamp<int64_t>(p_.out - n, 0, kLanes);
+    alignas(64) uint8_t panel[kPanelBytes];
+    const auto pack = [&](int64_t, int64_t begin, int64_t end) -> TileRows {
+      for (int64_t rank = begin * kTileInputs; rank < end * kTileInputs; rank += 2) {
+        uint8_t* out = panel + (rank - begin * kTileInputs) / 2 * kTileRowBytes;
+        for (int lane = 0; lane < kColumns; lane += kLanes) {
+          const int64_t n = column + lane, lanes = std::clamp<int64_t>(p_.out - n, 0, kLanes);
           f32v pair[2] = {};
           for (int64_t r = rank; r < std::min<int64_t>(rank + 2, block.rank); ++r) {
             pair[r - rank] = load_lanes(b + r * p_.out + n, lanes);
           }
-          store_as(out + lane * 4, bfloat16_pairs(pair[0], pair[1]));
+          store_as(out + lane / kTileSide * (kPanelBytes / 2) + lane % kTileSide * 4, bfloat16_pairs(pair[0], pair[1]));
+        }
+      }
+      return {panel, kPanelBytes / 2};
+    };
+    alignas(64) float sums[kRows * kColumns];
+    const auto done = [&](int64_t, int64_t, int64_t first, int64_t count) {
+      for (int64_t row = 0; row < count; ++row) {
+        for (int i = 0; i < kColumns && column + i < p_.out; i += kTileSide) {
+          T* y = blocks_.y_at<T>(block.first + first + row, column + i);
+          const float* sum = sums + row * kColumns + i;
+          for_each_vector(std::min<int64_t>(kTileSide, p_.out - column - i), [&](int64_t j, int64_t lanes) {
+            store_lanes(y + j, load_lanes(y + j, lanes) + load(sum + j), lanes);
+          });
         }
       }
     };
-    alignas(64) float sums[kBlockRows * kColumns];
-    alignas(64) uint8_t panel[kPanelBytes];
     const int64_t steps = (block.rank + kTileInputs - 1) / kTileInputs;
-    multiply_panels(registers, rows_of(hidden_, block, rank_steps_), block.count, steps, pack, panel, sums);
-    for (int64_t row = 0; row < block.count; ++row) {
-      for (int i = 0; i < kColumns && column + i < p_.out; i += kTileSide) {
-        T* y = blocks_.y_at<T>(block.first + row, column + i);
-        const float* sum = sums + row * kColumns + i;
-        for_each_vector(std::min<int64_t>(kTileSide, p_.out - column - i), [&](int64_t j, int64_t lanes) {
-          store_lanes(y + j, load_lanes(y + j, lanes) + load(sum + j), lanes);
-        });
-      }
-    }
+    multiply_panels(registers, rows_of(hidden_, block, rank_steps_), block.count, steps, 1, pack, sums, done);
   }
 
   static TileRows rows_of(const uint8_t* tiles, const LoraBlocks::Block& block, int64_t steps) {

@@ -58,45 +58,42 @@ PackedRows pack_bytes(const W8a8GemmParams& p) {
 // Two blocks of a packed weight are a tile as it is. The sums, and so the results, are those of the vectors.
 void run_tiles(const W8a8GemmParams& p) {
   const PackedRows x = pack_bytes(p);
-  const int64_t tiles = (p.n + kTileRows - 1) / kTileRows;
-  const int64_t blocks = p.k / kBlockInputs, whole = blocks / 2;  // steps
-  const int64_t parts = std::max<int64_t>(1, (whole + kPanelSteps - 1) / kPanelSteps);
-  const int64_t sweep = std::clamp(kSweepBytes / std::max<int64_t>(p.k, 1) / kUnitRows * kUnitRows,
-                                   int64_t{2 * kUnitRows}, kMostSweepRows);
-  for_each_run(p, (tiles + 1) / 2, 0, [&](int64_t, int64_t first, int64_t last, int64_t first_row, int64_t end_row) {
-    alignas(64) uint8_t half[2 * kTileBytes] = {};
-    alignas(64) int32_t sums[kMostSweepRows * kUnitRows];
+  const int64_t tiles = (p.n + kTileRows - 1) / kTileRows, blocks = p.k / kBlockInputs;
+  for_each_run(p, (tiles + 1) / 2, 0, [&](int64_t, int64_t first, int64_t last, int64_t begin, int64_t end) {
+    alignas(64) uint8_t copy[kPanelBytes];
+    int32_t* sums = scratch_array<int32_t>(kTileSums, kSweepUnits * sums_size(kSweepRows));
     Tiles registers;
-    for (int64_t row0 = first_row; row0 < end_row; row0 += sweep) {
-      const int64_t count = std::min(sweep, end_row - row0);
-      const auto multiply = [&](TileRows weight, int64_t begin, int64_t steps) {
-        for (int64_t row = 0; row < count; row += kUnitRows) {
-          const auto product = row + kTileRows < count ? multiply_tiles<2, int32_t> : multiply_tiles<1, int32_t>;
-          product(registers, {x.at(0, row0 + row, begin), x.blocks * kTileBytes}, weight, steps, begin == 0,
-                  sums + row * kUnitRows, kUnitRows);
-        }
-      };
-      for (int64_t unit = first; unit < last; ++unit) {
-        const auto* weight = static_cast<const uint8_t*>(p.weight.q) + 2 * unit * blocks * kBlockBytes;
-        const int64_t next = 2 * unit + 1 < tiles ? blocks * kBlockBytes : 0;  // or the same tile twice
-        for (int64_t part = 0; part < parts; ++part) {
-          const int64_t begin = whole * part / parts, end = whole * (part + 1) / parts;
-          if (begin < end || blocks == 0) multiply({weight + 2 * begin * kBlockBytes, next}, begin, end - begin);
-        }
-        if (blocks % 2 != 0) {
-          for (int i = 0; i < 2; ++i) {
-            std::memcpy(half + i * kTileBytes, weight + 2 * whole * kBlockBytes + i * next, kBlockBytes);
+    for (int64_t row0 = begin; row0 < end; row0 += kSweepRows) {
+      for (int64_t unit0 = first; unit0 < last; unit0 += kSweepUnits) {
+        const auto columns = [&](int64_t unit, int64_t step, int64_t last_step) -> TileRows {
+          const int64_t tile = 2 * (unit0 + unit), count = std::min(2 * last_step, blocks) - 2 * step;
+          const auto* weight = static_cast<const uint8_t*>(p.weight.q) + (tile * blocks + 2 * step) * kBlockBytes;
+          const int64_t next = tile + 1 < tiles ? blocks * kBlockBytes : 0;  // or the same tile twice
+          if (2 * last_step <= blocks) return {weight, next};
+          for (int i = 0; i < 2; ++i) {  // the last tiles are half full
+            uint8_t* out = copy + i * kPanelBytes / 2;
+            std::fill_n(std::copy_n(weight + i * next, count * kBlockBytes, out), kBlockBytes, uint8_t{0});
           }
-          multiply({half, kTileBytes}, whole, 1);
-        }
-        for (int column = 0; column < (next == 0 ? kTileRows : kUnitRows); column += kLanes) {
-          const f32v scale = weight_scales(p, unit * kUnitRows + column);
-          for (int64_t row = 0; row < count; ++row) {
-            int32_t* const sum = sums + row * kUnitRows + column;  // becomes the product
-            store_as(sum, to_f32(load_as<i32v>(sum)) * scale * p.x_scales[row0 + row]);
+          return {copy, kPanelBytes / 2};
+        };
+        const int64_t rows = std::min(kSweepRows, end - row0);
+        const auto done = [&](int64_t unit, int64_t units, int64_t row, int64_t count) {
+          for (int64_t i = 0; i < units; ++i) {
+            for (int column = 0; column < kUnitRows; column += kLanes) {
+              const int64_t weight_row = (unit0 + unit + i) * kUnitRows + column;
+              if (weight_row >= p.n) break;
+              const f32v scale = weight_scales(p, weight_row);
+              for (int64_t r = 0; r < count; ++r) {
+                int32_t* const sum = sums + i * sums_size(rows) + r * kUnitRows + column;  // becomes the product
+                store_as(sum, to_f32(load_as<i32v>(sum)) * scale * p.x_scales[row0 + row + r]);
+              }
+            }
           }
-        }
-        finish(p, 0, unit, row0, static_cast<int>(count), reinterpret_cast<const float*>(sums), kUnitRows);
+          const auto* products = reinterpret_cast<const float*>(sums);
+          finish(p, 0, {products, kUnitColumns, sums_size(rows), unit0 + unit, units}, row0 + row, count);
+        };
+        multiply_panels(registers, {x.at(0, row0, 0), x.blocks * kTileBytes}, rows, x.blocks,
+                        std::min(kSweepUnits, last - unit0), columns, sums, done);
       }
     }
   });

@@ -34,6 +34,11 @@ class Tiles {
   }
 
   template <int kTile>
+  void load_once(const void* data, int64_t stride) {
+    load<kTile>(data, stride);
+  }
+
+  template <int kTile>
   void store(void* data, int64_t stride) const {
     for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(data) + row * stride, tiles_[kTile][row], 64);
   }

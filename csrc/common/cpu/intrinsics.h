@@ -76,6 +76,15 @@ FASTINFER_INLINE u8x32 shuffle_bytes(u8x32 v, u8x32 index) {
   return (u8x32)_mm256_shuffle_epi8((__m256i)v, (__m256i)index);
 }
 
+// vmaxps, vminps: a > b ? a : b and a < b ? a : b. GCC 12 makes two instructions of these where one is a constant.
+FASTINFER_INLINE f32x8 max(f32x8 a, f32x8 b) {
+  return (f32x8)_mm256_max_ps((__m256)a, (__m256)b);
+}
+
+FASTINFER_INLINE f32x8 min(f32x8 a, f32x8 b) {
+  return (f32x8)_mm256_min_ps((__m256)a, (__m256)b);
+}
+
 // vfmadd: a b + c, rounded once: for what must not be rounded in between.
 FASTINFER_INLINE f32x8 fused_multiply_add(f32x8 a, f32x8 b, f32x8 c) {
   return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -84,6 +93,14 @@ FASTINFER_INLINE f32x8 fused_multiply_add(f32x8 a, f32x8 b, f32x8 c) {
 #endif
 
 #if defined(FASTINFER_AVX512_VNNI)
+
+FASTINFER_INLINE f32x16 max(f32x16 a, f32x16 b) {
+  return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+}
+
+FASTINFER_INLINE f32x16 min(f32x16 a, f32x16 b) {
+  return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
+}
 
 FASTINFER_INLINE f32x16 half_to_float(u16x16 v) {
   return (f32x16)_mm512_cvtph_ps((__m256i)v);

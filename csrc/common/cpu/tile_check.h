@@ -52,8 +52,8 @@ void check_products(Tiles& tiles, const TileCheckProducts& in, TileWords* sums) 
   tiles.template load<2>(in.sums[2], kRow);
   tiles.template load<3>(in.sums[3], kRow);
   for (int step = 0; step < 4; step += 2) {
-    tiles.template load<4>(in.a[step], kRow);
-    tiles.template load<5>(in.a[step + 1], kRow);
+    tiles.template load_once<4>(in.a[step], kRow);
+    tiles.template load_once<5>(in.a[step + 1], kRow);
     tiles.template load<6>(in.b[step], kRow);
     tiles.template load<7>(in.b[step + 1], kRow);
     check_multiply<kBytes, 0, 4, 6>(tiles);

@@ -15,7 +15,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 inline constexpr int kTileSide = 16;    // rows of a tile, and sums in each of them
 inline constexpr int kTileInputs = 32;  // bf16 in a row of a tile: a step of a product
 inline constexpr int kTileRowBytes = 64;
-inline constexpr int kPanelSteps = 16;  // a panel of two tiles by so many takes 32 KB
+inline constexpr int kPanelSteps = 18;  // a panel of two tiles by so many takes 36 KB
 inline constexpr int kPanelBytes = 2 * kPanelSteps * kTileBytes;
 
 // bf16 of kLanes fp32 numbers: to nearest even, as float_to_bf16 in intrinsics.h. Tiles ignore denormals anyway.
@@ -124,13 +124,13 @@ __attribute__((noinline)) void multiply_tiles(Tiles& tiles, TileRows a, TileRows
     }
   }
   for (int64_t step = 0; step < steps; ++step, a.first += kTileBytes, b.first += kTileBytes) {
-    tiles.load<4>(a.first, kTileRowBytes);
+    tiles.load_once<4>(a.first, kTileRowBytes);
     tiles.load<6>(b.first, kTileRowBytes);
     multiply_tile<Sum, 0, 4, 6>(tiles);
     tiles.load<7>(b.first + b.next, kTileRowBytes);
     multiply_tile<Sum, 1, 4, 7>(tiles);
     if constexpr (kM == 2) {
-      tiles.load<5>(a.first + a.next, kTileRowBytes);
+      tiles.load_once<5>(a.first + a.next, kTileRowBytes);
       multiply_tile<Sum, 2, 5, 6>(tiles);
       multiply_tile<Sum, 3, 5, 7>(tiles);
     }
@@ -143,23 +143,45 @@ __attribute__((noinline)) void multiply_tiles(Tiles& tiles, TileRows a, TileRows
   }
 }
 
-// sums[rows][32] of `rows` rows with 32 columns. pack(tile, begin, end, out) writes steps begin .. end - 1 of the first
-// or the second 16 columns to `panel`, which stays in the L1. A sum takes step after step, so that it does not depend
-// on the panels, or on the other rows.
-template <class Pack>
-void multiply_panels(Tiles& tiles, TileRows x, int64_t rows, int64_t steps, const Pack& pack, uint8_t* panel,
-                     float* sums) {
-  constexpr int kWidth = 2 * kTileSide;
-  const int64_t parts = std::max<int64_t>(1, (steps + kPanelSteps - 1) / kPanelSteps);  // one without inputs, too
+inline constexpr int64_t kUnitColumns = 2 * kTileSide, kBlockRows = 2 * kTileSide;
+
+// Elements of the sums of so many rows with 32 columns.
+inline int64_t sums_size(int64_t rows) {
+  return (rows + kBlockRows - 1) / kBlockRows * kBlockRows * kUnitColumns;
+}
+
+// The products of `rows` rows with `units` times 32 columns. columns(unit, begin, end) returns steps begin .. end - 1,
+// no more than kPanelSteps, of a unit's columns: a panel, which stays in the L1. done(unit, units, row, count) is
+// called when the sums of `count` rows from `row` on with so many units are complete: with one panel for 32 rows of a
+// unit at a time, whose sums begin at `sums` and stay in the L1, else for all at the end, and the sums of a unit are
+// sums_size(rows) after those of the one before. A sum takes step after step, so that it does not depend on the panels,
+// or on the other rows.
+template <class Sum, class Columns, class Done>
+void multiply_panels(Tiles& tiles, TileRows x, int64_t rows, int64_t steps, int64_t units, const Columns& columns,
+                     Sum* sums, const Done& done) {
+  constexpr int64_t kBlockSums = kBlockRows * kUnitColumns;
+  const int64_t parts = std::max<int64_t>(1, (steps + kPanelSteps - 1) / kPanelSteps);  // one without steps, too
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t begin = steps * part / parts, end = steps * (part + 1) / parts;
-    for (int i = 0; i < 2; ++i) pack(i, begin, end, panel + i * kPanelBytes / 2);
-    for (int64_t row = 0; row < rows; row += kWidth) {
-      const auto multiply = row + kTileSide < rows ? multiply_tiles<2, float> : multiply_tiles<1, float>;
-      multiply(tiles, {x.first + row / kTileSide * x.next + begin * kTileBytes, x.next}, {panel, kPanelBytes / 2},
-               end - begin, begin == 0, sums + row * kWidth, kWidth);
+    Sum* of_block = sums;
+    for (int64_t unit = 0; unit < units; ++unit) {
+      const TileRows panel = columns(unit, begin, end);
+      for (int64_t row = 0; row < rows; row += kBlockRows) {
+        if (parts > 1) {  // the next block's sums, which come from the L2 and would hold up the stores of these
+          for (int64_t i = 0; i < kBlockSums; i += 16) __builtin_prefetch(of_block + kBlockSums + i, 1);
+        }
+        const TileRows block{x.first + row / kTileSide * x.next + begin * kTileBytes, x.next};
+        const auto multiply = row + kTileSide < rows ? multiply_tiles<2, Sum> : multiply_tiles<1, Sum>;
+        multiply(tiles, block, panel, end - begin, begin == 0, of_block, kUnitColumns);
+        if (parts > 1) {
+          of_block += kBlockSums;
+        } else {
+          done(unit, 1, row, std::min(kBlockRows, rows - row));
+        }
+      }
     }
   }
+  if (parts > 1) done(0, units, 0, rows);
 }
 
 #endif

@@ -53,6 +53,12 @@ class Tiles {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(data), "r"(stride), "i"(kTile) : "memory");
   }
 
+  // The same of what is read once: it does not displace what else is in the L1.
+  template <int kTile>
+  FASTINFER_INLINE void load_once(const void* data, int64_t stride) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(data), "r"(stride), "i"(kTile) : "memory");
+  }
+
   template <int kTile>
   FASTINFER_INLINE void store(void* data, int64_t stride) const {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(data), "r"(stride), "i"(kTile) : "memory");

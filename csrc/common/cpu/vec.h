@@ -51,9 +51,15 @@ FASTINFER_INLINE f32v select(i32v mask, f32v if_true, f32v if_false) {
   return mask ? if_true : if_false;
 }
 
+#if !defined(FASTINFER_AVX2)
 FASTINFER_INLINE f32v max(f32v a, f32v b) {
   return select(a > b, a, b);
 }
+
+FASTINFER_INLINE f32v min(f32v a, f32v b) {
+  return select(a < b, a, b);
+}
+#endif
 
 FASTINFER_INLINE f32v to_f32(i32v v) {
   return __builtin_convertvector(v, f32v);
@@ -207,37 +213,52 @@ FASTINFER_INLINE int32_t reduce_max(i32v v) {
 
 // ---- elementary functions ----
 
-// exp(x) to within 2 ulp: x = n ln2 + r, a degree-6 polynomial in r, and n added to the exponent. 0 below -87.3 (the
-// smallest normal number), infinity above 88.7, NaN of NaN.
-FASTINFER_INLINE f32v exp(f32v x) {
-  const f32v clamped = select(x > 88.0f, broadcast(88.0f), select(x < -87.0f, broadcast(-87.0f), x));
-  const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
-  const f32v shifted = clamped * std::numbers::log2e_v<float> + kRound;
-  const f32v n = shifted - kRound;
-  const f32v r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+inline constexpr float kRound =
+    12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
+
+// exp(r), |r| <= ln2 / 2.
+FASTINFER_INLINE f32v exp_polynomial(f32v r) {
   f32v poly = broadcast(1.0f / 720.0f);
   poly = poly * r + 1.0f / 120.0f;
   poly = poly * r + 1.0f / 24.0f;
   poly = poly * r + 1.0f / 6.0f;
   poly = poly * r + 0.5f;
   poly = poly * r + 1.0f;
-  poly = poly * r + 1.0f;
-  const f32v result = (f32v)((i32v)poly + (((i32v)shifted - (i32v)broadcast(kRound)) << 23));
+  return poly * r + 1.0f;
+}
+
+// exp(x) to within 2 ulp: x = n ln2 + r, a degree-6 polynomial in r, and n added to the exponent. 0 below -87.3 (the
+// smallest normal number), infinity above 88.7, NaN of NaN.
+FASTINFER_INLINE f32v exp(f32v x) {
+  const f32v clamped = min(broadcast(88.0f), max(broadcast(-87.0f), x));  // in this order a NaN stays
+  const f32v shifted = clamped * std::numbers::log2e_v<float> + kRound;
+  const f32v n = shifted - kRound;
+  const f32v poly = exp_polynomial((clamped - n * 0.693359375f) - n * -2.12194440e-4f);
+  const f32v result = (f32v)((i32v)poly + ((i32v)shifted << 23));  // the bits of kRound itself are shifted out
   const f32v bounded = select(x > 88.72283f, broadcast(INFINITY), select(x < -87.33654f, f32v{}, result));
   return select(x != x, x, bounded);
 }
 
+// y sigmoid(x) = y / (1 + exp(-x)): exp as above, of x between the bounds beyond which y alone matters.
+FASTINFER_INLINE f32v times_sigmoid(f32v y, f32v x) {
+  const f32v bounded = min(broadcast(87.0f), max(broadcast(-87.0f), x));  // in this order a NaN stays
+  const f32v shifted = bounded * -std::numbers::log2e_v<float> + kRound;
+  const f32v n = shifted - kRound;
+  const f32v poly = exp_polynomial(n * -0.693359375f - bounded - n * -2.12194440e-4f);
+  return y / (1.0f + (f32v)((i32v)poly + ((i32v)shifted << 23)));  // the bits of kRound itself are shifted out
+}
+
 FASTINFER_INLINE f32v sigmoid(f32v x) {
-  return 1.0f / (1.0f + exp(-x));
+  return times_sigmoid(broadcast(1.0f), x);
 }
 
 FASTINFER_INLINE f32v silu(f32v x) {
-  return x * sigmoid(x);
+  return times_sigmoid(x, x);
 }
 
 // 0.5 x (1 + tanh(u)) = x sigmoid(2u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
 FASTINFER_INLINE f32v gelu_tanh(f32v x) {
-  return x * sigmoid(x * (1.5957691216f + 0.0713548162f * x * x));
+  return times_sigmoid(x, x * (1.5957691216f + 0.0713548162f * x * x));
 }
 
 FASTINFER_INLINE f32v gelu(f32v x) {
