@@ -20,6 +20,9 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 inline constexpr int kHalves = kTileRows / kLanes;  // vectors that hold a tile's 16 rows
 inline constexpr int kRowBlock = 64;                // rows of x whose sums are kept: 8 KB
 inline constexpr int kRowsOfGroups = 8;             // with so few, the sums of several units are kept
+// With so many rows for each thread, it takes all units with its own rows, and not all rows with its own units: the
+// rows then stay in its L2 from product to product, which is worth more than reading and unpacking all of the weight.
+inline constexpr int64_t kRowsAlone = 128;
 
 // Slots of scratch memory.
 enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer, kActiveExperts, kRowTiles, kTileSums };
@@ -64,7 +67,7 @@ template <class Fn>
 void for_each_run(const GemmParams& p, int64_t units, int64_t first_row, const Fn& fn) {
   const ExpertRows& rows = p.expert_rows;
   int32_t* active = nullptr;
-  int64_t count = 1;
+  int64_t count = 1;  // of experts, or of ranges of rows
   UnitPartition partition{units, 1};
   if (rows.start != nullptr) {
     active = scratch_array<int32_t>(kActiveExperts, rows.experts);
@@ -73,19 +76,25 @@ void for_each_run(const GemmParams& p, int64_t units, int64_t first_row, const F
       if (rows.start[expert] < rows.start[expert + 1]) active[count++] = expert;
     }
     partition.whole = count * units;
+  } else if (num_threads() > 1 && p.m - first_row >= num_threads() * kRowsAlone) {
+    count = num_threads();
+    partition.whole = count * units;
   } else {
     partition = UnitPartition::of(units, p.m - first_row, num_threads());
   }
   reached(p.weight_memory.data);
+  const auto row_of = [&](int64_t range) {
+    return range == count ? p.m : first_row + (p.m - first_row) / kPartRows * range / count * kPartRows;
+  };
   // There is one call of fn, to be inlined.
   const auto share_out = [&](int64_t from, int64_t to, int64_t parts) {
     parallel_for((to - from) * parts, [&](int64_t item, int64_t last) {
       while (item < last) {
         const int64_t unit = from + item / parts;
-        const int64_t place = active == nullptr ? 0 : unit / units;
+        const int64_t place = count == 1 ? 0 : unit / units;
         const int64_t expert = active == nullptr ? 0 : active[place];
-        int64_t begin = active == nullptr ? first_row : rows.start[expert];
-        int64_t end = active == nullptr ? p.m : rows.start[expert + 1];
+        int64_t begin = active == nullptr ? row_of(place) : rows.start[expert];
+        int64_t end = active == nullptr ? row_of(place + 1) : rows.start[expert + 1];
         int64_t stop = std::min(from + last, (place + 1) * units);
         if (parts > 1) {
           const int64_t part = item % parts, num_rows = end - begin;

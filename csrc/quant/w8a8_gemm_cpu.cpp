@@ -59,7 +59,7 @@ PackedRows pack_bytes(const W8a8GemmParams& p) {
 void run_tiles(const W8a8GemmParams& p) {
   const PackedRows x = pack_bytes(p);
   const int64_t tiles = (p.n + kTileRows - 1) / kTileRows, blocks = p.k / kBlockInputs;
-  for_each_run(p, (tiles + 1) / 2, 0, [&](int64_t, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  const auto multiply = [&](int64_t, int64_t first, int64_t last, int64_t begin, int64_t end) {
     alignas(64) uint8_t copy[kPanelBytes];
     int32_t* sums = scratch_array<int32_t>(kTileSums, kSweepUnits * sums_size(kSweepRows));
     Tiles registers;
@@ -96,7 +96,8 @@ void run_tiles(const W8a8GemmParams& p) {
                         std::min(kSweepUnits, last - unit0), columns, sums, done);
       }
     }
-  });
+  };
+  for_each_run(p, (tiles + 1) / 2, 0, multiply);
 }
 #else
 
