@@ -116,6 +116,20 @@ def test_many_rows_in_several_sweeps(in_features: int) -> None:
 
 @in_tiles
 @pytest.mark.parametrize(
+    ("rows", "out_features", "in_features", "fusion"),
+    [(530, 304, 1280, "bias+residual"), (35, 608, 640, "bias+silu"), (35, 304, 544, "bias+residual")],
+)
+def test_sums_of_many_units_are_finished_together(rows: int, out_features: int, in_features: int, fusion: str) -> None:
+    """More than eight, the last of which may be half empty. With 544 inputs, one panel, each is finished alone."""
+    run, weight = product("int4", out_features, in_features)
+    x = torch.randn(rows, in_features)
+    options = gemm_options(fusion, x, out_features, torch.float32)
+    with ops.prompt_rows(0), num_threads(1):
+        assert_near(run(x, **options), x, weight, **options)
+
+
+@in_tiles
+@pytest.mark.parametrize(
     ("name", "bits"), [(name, bits) for name in FORMATS for bits in ((8, 16, 32) if name[:3] == "int" else (None,))]
 )
 def test_rows_before_the_first_are_as_without(name: str, bits: int | None) -> None:
@@ -337,14 +351,18 @@ def test_infinite_inputs_of_lora_spoil_no_other_row() -> None:
 @pytest.mark.parametrize("first", [0, 1000])
 @pytest.mark.parametrize("name", ["int4", "bf16"])
 def test_ranges_of_rows_of_a_unit_have_the_bits_of_all(name: str, first: int) -> None:
-    """Five threads share six units in tiles, or twelve in vectors, of which one or two are left to be cut."""
+    """Five threads share six units in tiles, or twelve in vectors, of which one or two are left to be cut.
+
+    Two threads have 128 rows or more each, and take rows of their own.
+    """
     run, _ = product(name, 192, 96)
     x = torch.randn(307, 96).bfloat16()
     with ops.prompt_rows(first):
         with num_threads(1):
             expected = run(x)
-        with num_threads(5):
-            assert_bitwise(run(x), expected)
+        for threads in (2, 5):
+            with num_threads(threads):
+                assert_bitwise(run(x), expected)
 
 
 def int8_product(x: Tensor, x_scales: Tensor, weight: dict[str, Any], **options: Any) -> Tensor:
@@ -371,6 +389,7 @@ def int8_weight(q: Tensor) -> dict[str, Any]:
         (17, 33, 64),
         (33, 40, 96),
         (70, 128, 1056),
+        (40, 300, 2080),
         (20, 17, 3200),
         (1100, 32, 128),
         (16, 16, 131_040),

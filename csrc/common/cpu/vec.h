@@ -213,8 +213,8 @@ FASTINFER_INLINE int32_t reduce_max(i32v v) {
 
 // ---- elementary functions ----
 
-inline constexpr float kRound =
-    12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
+// 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits.
+inline constexpr float kRound = 12582912.0f;
 
 // exp(r), |r| <= ln2 / 2.
 FASTINFER_INLINE f32v exp_polynomial(f32v r) {
@@ -239,7 +239,8 @@ FASTINFER_INLINE f32v exp(f32v x) {
   return select(x != x, x, bounded);
 }
 
-// y sigmoid(x) = y / (1 + exp(-x)): exp as above, of x between the bounds beyond which y alone matters.
+// y sigmoid(x) = y / (1 + exp(-x)), with exp as above. An x beyond -87 .. 87 counts as the bound, where the sigmoid is
+// 1.6e-38 or 1.
 FASTINFER_INLINE f32v times_sigmoid(f32v y, f32v x) {
   const f32v bounded = min(broadcast(87.0f), max(broadcast(-87.0f), x));  // in this order a NaN stays
   const f32v shifted = bounded * -std::numbers::log2e_v<float> + kRound;
