@@ -97,6 +97,17 @@ def test_dpbusd_of_a_broadcast_word(run_instruction: Callable[..., Array]) -> No
 
 
 @pytest.mark.parametrize("bits", [256, 512])
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_of_a_nan_or_two_zeros_the_second_remains(name: str, bits: int, run_instruction: Callable[..., Array]) -> None:
+    random = np.random.default_rng(0)
+    numbers = np.array([0.0, -0.0, 1.0, -2.5, np.inf, -np.inf, np.nan], np.float32)
+    a, b = random.choice(numbers, (2, BYTES // 4))
+    expected = np.where(a > b if name == "max" else a < b, a, b)
+    out = run_instruction(f"{name} {bits}", np.float32, BYTES * 8 // bits, a, b)
+    np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("bits", [256, 512])
 def test_fused_multiply_add_rounds_once(run_instruction: Callable[..., Array], bits: int) -> None:
     a, b = integers(np.int32, 0) >> 8, integers(np.int32, 1) >> 20  # 24 bits by 12: the product needs 36
     a, b = a.astype(np.float32), b.astype(np.float32)

@@ -133,7 +133,8 @@ def test_less_precise_products_stay_near(dtype: str, tmp_path: Path) -> None:
     model = make_model("gpt-oss", **SIZES)
     save_packed(tmp_path, model, pack_experts(model, (116, 121)))
     got, expected = log_probabilities(load(tmp_path, dtype), some_tokens(), dtype), logits_of(model)
-    assert (got - expected).square().mean().sqrt() < (0.02 if dtype == "auto" else 0.1) * expected.std()
+    limit = 0.03 if dtype == "auto" else 0.1  # "auto" rounds to bf16 in the tiles of AMX, else to 8 bits
+    assert (got - expected).square().mean().sqrt() < limit * expected.std()
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,8 @@ extern "C" __attribute__((visibility("default"))) bool run_instruction(const cha
     return true;                                       \
   }
 #if defined(FASTINFER_AVX2)
+  INSTRUCTION("max 256", max(A(f32x8), B(f32x8)))
+  INSTRUCTION("min 256", min(A(f32x8), B(f32x8)))
   INSTRUCTION("half_to_float 256", half_to_float(A(u16x8)))
   INSTRUCTION("float_to_half 256", float_to_half(A(f32x8)))
   INSTRUCTION("widen 256", widen(A(u16x8)))
@@ -45,6 +47,8 @@ extern "C" __attribute__((visibility("default"))) bool run_instruction(const cha
   INSTRUCTION("fused_multiply_add 256", fused_multiply_add(A(f32x8), B(f32x8), SUM(f32x8)))
 #endif
 #if defined(FASTINFER_AVX512_VNNI)
+  INSTRUCTION("max 512", max(A(f32x16), B(f32x16)))
+  INSTRUCTION("min 512", min(A(f32x16), B(f32x16)))
   INSTRUCTION("half_to_float 512", half_to_float(A(u16x16)))
   INSTRUCTION("float_to_half 512", float_to_half(A(f32x16)))
   INSTRUCTION("widen 512", widen(A(u16x16)))

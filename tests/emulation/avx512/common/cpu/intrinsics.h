@@ -91,6 +91,22 @@ FASTINFER_INLINE V in_register(V v) {
   return v;
 }
 
+FASTINFER_INLINE f32x8 max(f32x8 a, f32x8 b) {
+  return a > b ? a : b;
+}
+
+FASTINFER_INLINE f32x16 max(f32x16 a, f32x16 b) {
+  return a > b ? a : b;
+}
+
+FASTINFER_INLINE f32x8 min(f32x8 a, f32x8 b) {
+  return a < b ? a : b;
+}
+
+FASTINFER_INLINE f32x16 min(f32x16 a, f32x16 b) {
+  return a < b ? a : b;
+}
+
 FASTINFER_INLINE f32x8 half_to_float(u16x8 v) {
   return detail::from_halves<f32x8>(v);
 }
