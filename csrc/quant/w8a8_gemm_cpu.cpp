@@ -79,12 +79,12 @@ void run_tiles(const W8a8GemmParams& p) {
         const int64_t rows = std::min(kSweepRows, end - row0);
         const auto done = [&](int64_t unit, int64_t units, int64_t row, int64_t count) {
           for (int64_t i = 0; i < units; ++i) {
-            for (int column = 0; column < kUnitRows; column += kLanes) {
-              const int64_t weight_row = (unit0 + unit + i) * kUnitRows + column;
+            for (int column = 0; column < kUnitColumns; column += kLanes) {
+              const int64_t weight_row = (unit0 + unit + i) * kUnitColumns + column;
               if (weight_row >= p.n) break;
               const f32v scale = weight_scales(p, weight_row);
               for (int64_t r = 0; r < count; ++r) {
-                int32_t* const sum = sums + i * sums_size(rows) + r * kUnitRows + column;  // becomes the product
+                int32_t* const sum = sums + i * sums_size(rows) + r * kUnitColumns + column;  // becomes the product
                 store_as(sum, to_f32(load_as<i32v>(sum)) * scale * p.x_scales[row0 + row + r]);
               }
             }
