@@ -114,6 +114,16 @@ def test_nvfp4() -> None:
     check_compressed("nvfp4-pack-quantized", stored, args, None)
 
 
+def test_mxfp8() -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+
+    weight = torch.randn(40, 256)
+    scales = 2 ** (weight.unflatten(1, (-1, 32)).abs().amax(-1) / 448).log2().ceil()
+    args = QuantizationArgs(num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8)
+    check_compressed("mxfp8-quantized", {"weight": weight, "weight_scale": scales}, args, None)
+
+
 def check_compressed(format: str, stored: dict[str, torch.Tensor], weights: Any, inputs: Any) -> None:
     """The library packs the layer and gives it back; its settings go through their JSON form."""
     from compressed_tensors.compressors.base import BaseCompressor

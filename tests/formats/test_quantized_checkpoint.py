@@ -11,16 +11,20 @@ from support.packed_layers import (
     Layer,
     awq_layer,
     bitsandbytes_layer,
+    fbgemm_layer,
     float_quantized_layer,
     fp8_layer,
     gptq_layer,
     int8_layer,
     int_quantized_layer,
+    mlx_float_layer,
     mlx_layer,
     modelopt_fp8_layer,
     mxfp4_layer,
+    mxfp8_layer,
     nvfp4_layer,
     pack_quantized_layer,
+    quark_layer,
 )
 
 from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
@@ -48,14 +52,24 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "float-quantized block": lambda: float_quantized_layer("block"),
     "nvfp4": nvfp4_layer,
     "mxfp4": mxfp4_layer,
+    "mxfp8": mxfp8_layer,
+    "fbgemm_fp8": fbgemm_layer,
+    "quark": lambda: quark_layer("mxfp4"),
+    "quark fp8": lambda: quark_layer("per_channel"),
+    "quark fp8 tensor": lambda: quark_layer("per_tensor"),
     "mlx": mlx_layer,
     "mlx 5 bits": lambda: mlx_layer(5),
+    "mlx mxfp4": lambda: mlx_float_layer("mxfp4"),
+    "mlx mxfp8": lambda: mlx_float_layer("mxfp8"),
+    "mlx nvfp4": lambda: mlx_float_layer("nvfp4"),
     "modelopt fp8": modelopt_fp8_layer,
+    "modelopt mxfp8": lambda: mxfp8_layer(modelopt=True),
     "modelopt nvfp4": lambda: nvfp4_layer(modelopt=True),
 }
-ONE_SCALE = ("fp8 tensor", "float-quantized", "modelopt fp8")
+ONE_SCALE = ("fp8 tensor", "float-quantized", "modelopt fp8", "quark fp8 tensor")
+ONE_SCALE_PER_ROW = ("fbgemm_fp8", "quark fp8")
 # Tensors without which a layer is still whole.
-OPTIONAL = ("g_idx", "weight_g_idx", "weight_format")
+OPTIONAL = ("g_idx", "weight_g_idx", "weight_format", "input_scale_ub")
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +122,7 @@ UNSUPPORTED = [
     ("w4a16", "config_groups/group_0/output_activations", {"num_bits": 8}, "'output_activations' is not implemented"),
     ("w4a16", "config_groups/group_0/input_activations", {"dynamic": True}, "need int-quantized weights of 8 bits"),
     ("w8a8", "format", "float-quantized", "type 'int' is not implemented; supported: float"),
-    ("w8a8", "format", "mxfp8-quantized", "format 'mxfp8-quantized' is not implemented"),
+    ("w8a8", "format", "mxfp6-quantized", "format 'mxfp6-quantized' is not implemented"),
     ("w8a8", "config_groups/group_0/weights/symmetric", False, "asymmetric weights are not implemented"),
     (
         "w8a8",
@@ -124,6 +138,16 @@ UNSUPPORTED = [
     ("float-quantized", "config_groups/group_0/weights/strategy", "group", "strategy 'group' is not implemented"),
     ("float-quantized", "config_groups/group_0/weights/symmetric", False, "asymmetric weights are not implemented"),
     ("nvfp4", "config_groups/group_0/weights/group_size", 32, "group_size 32 is not implemented; supported: 16"),
+    ("mxfp8", "config_groups/group_0/weights/group_size", 64, "group_size 64 is not implemented; supported: 32"),
+    ("quark", "global_quant_config/weight/dtype", "int8", "dtype 'int8' is not implemented; supported: fp8_e4m3, fp4"),
+    ("quark", "global_quant_config/weight/group_size", 16, "group_size 16 is not implemented; supported: 32"),
+    ("quark", "global_quant_config/weight/qscheme", "per_tensor", "qscheme 'per_tensor' is not implemented"),
+    ("quark", "global_quant_config/weight/scale_format", "float", "scale_format 'float' is not implemented"),
+    ("quark", "layer_quant_config/*.router/weight", {"dtype": "uint4"}, "dtype 'uint4' is not implemented"),
+    ("quark", "layer_type_quant_config/Linear", {"weight": {"dtype": "int4"}}, "dtype 'int4' is not implemented"),
+    ("quark", "algo_config", [{"name": "rotation"}], "rotations are not implemented"),
+    ("quark", "export/weight_format", "fake_quantized", "weight_format 'fake_quantized' is not implemented"),
+    ("quark fp8", "global_quant_config/weight/qscheme", "per_group", "qscheme 'per_group' is not implemented"),
     ("fp8", "fmt", "e5m2", "fmt 'e5m2' is not implemented; supported: e4m3, float8_e4m3fn"),
     ("fp8", "expert_dtype", "fp4", "expert_dtype 'fp4' is not implemented; supported: fp8"),
     ("fp8", "scale_fmt", "ue4m3", "scale_fmt 'ue4m3' is not implemented; supported: float, ue8m0"),
@@ -131,7 +155,7 @@ UNSUPPORTED = [
         "modelopt fp8",
         "quant_algo",
         "W4A8_AWQ",
-        "quant_algo 'w4a8_awq' is not implemented; supported: fp8, nvfp4, w4a16_nvfp4, mixed_precision",
+        "quant_algo 'w4a8_awq' is not implemented; supported: fp8, mxfp8, nvfp4, w4a16_nvfp4, mixed_precision",
     ),
 ]
 
@@ -183,6 +207,9 @@ def test_settings_that_change_nothing(name: str, key: str, value: Any) -> None:
         ("fp8", "weight_block_size", [128, 0]),
         ("fp8", "weight_block_size", 128),
         ("modelopt fp8", "quant_algo", 8),
+        ("quark", "global_quant_config", None),
+        ("quark", "global_quant_config/weight", [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]),
+        ("quark", "algo_config", {"name": "awq"}),
     ],
 )
 def test_settings_of_the_wrong_type(name: str, path: str, value: Any) -> None:
@@ -256,6 +283,11 @@ def test_damaged_tensors_give_one_clear_error(name: str) -> None:
                 continue  # of bitsandbytes' weight the bytes count, not the shape
             if name in ONE_SCALE and key.endswith("weight") and damage in ("cut", "narrow"):
                 continue  # its scales go with any number of rows or inputs
+            if name in ONE_SCALE_PER_ROW and (key[len(NAME) + 1 :], damage) in (
+                ("weight", "narrow"),
+                ("weight_scale", "scalar"),
+            ):
+                continue  # a row may have any number of inputs, and all rows may have one scale
             if tensor.numel() == 1 and damage in ("flat", "scalar"):
                 continue  # one number may have any number of dimensions
             if damaged is None:
@@ -301,3 +333,14 @@ def test_memory_of_nvfp4(config: dict[str, Any]) -> None:
     assert PackedSizes(config, exact=False).num_bytes(f"{NAME}.weight", 64, "U8") == 128 * 8.5 / 8
     assert PackedSizes(config, exact=True).num_bytes(f"{NAME}.weight_packed", 64, "U8") == 128 * 4
     assert PackedSizes(config, exact=False).num_bytes(f"{NAME}.weight_scale", 64, "F8_E4M3") == 64
+
+
+def test_memory_of_mlx() -> None:
+    """Words of fp4 and fp8 become int8 with an fp16 scale for 32 inputs, or fp32; those of MXFP4 stay as they are."""
+    for mode, numbers, fast in (("nvfp4", 8, 8.5), ("mxfp8", 4, 8.5), ("mxfp4", 8, 4)):
+        config = {"mode": mode, "bits": 32 // numbers, "group_size": 32}
+        assert PackedSizes(config, exact=False).num_bytes(f"{NAME}.weight", 64, "U32") == 16 * numbers * fast / 8
+        exact = PackedSizes(config, exact=True).num_bytes(f"{NAME}.weight", 64, "U32")
+        assert exact == (64 if mode == "mxfp4" else 16 * numbers * 4)
+        embedding = PackedSizes(config, exact=False).num_bytes("embed.weight", 64, "U32", is_looked_up=True)
+        assert embedding == (128 if mode == "mxfp4" else 16 * numbers * fast / 8)

@@ -9,16 +9,20 @@ from support.packed_layers import (
     Layer,
     awq_layer,
     bitsandbytes_layer,
+    fbgemm_layer,
     float_quantized_layer,
     fp8_layer,
     gptq_layer,
     int8_layer,
     int_quantized_layer,
+    mlx_float_layer,
     mlx_layer,
     modelopt_fp8_layer,
     mxfp4_layer,
+    mxfp8_layer,
     nvfp4_layer,
     pack_quantized_layer,
+    quark_layer,
 )
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
@@ -293,6 +297,12 @@ class TestFP8:
             lambda: float_quantized_layer("block"),
             lambda: float_quantized_layer("tensor"),
             modelopt_fp8_layer,
+            fbgemm_layer,
+            lambda: quark_layer("per_channel"),
+            lambda: quark_layer("per_tensor"),
+            mxfp8_layer,
+            lambda: mxfp8_layer(modelopt=True),
+            lambda: mlx_float_layer("mxfp8"),
         ],
     )
 
@@ -396,10 +406,37 @@ class TestMLX:
         torch.testing.assert_close(weight.dequantize().double(), layer.weight, rtol=1e-6, atol=1e-6)
         assert (read(layer, exact=False).dequantize() - layer.weight).abs().max() < 2e-3
 
+    def test_nvfp4(self) -> None:
+        layer = mlx_float_layer("nvfp4")
+        weight = read_linear(layer.tensors, NAME, layer.config)
+        assert isinstance(weight, Dense)
+        torch.testing.assert_close(weight.values.double(), layer.weight, rtol=2**-22, atol=0)
+        largest = layer.weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
+        error = (fast(layer).dequantize() - layer.weight).unflatten(1, (-1, 32)).abs()
+        assert (error <= largest / 40).all()
+
+    def test_single_layers_and_defaults(self) -> None:
+        """A layer's own settings replace those of all others, the mode included."""
+        layer = mlx_float_layer("mxfp4")
+        own = {"mode": "mxfp4"}
+        config = {"quant_method": "mlx", "mode": "affine", "bits": 6, "group_size": 32, NAME: own}
+        assert torch.equal(read(Layer(layer.tensors, config, layer.weight)).dequantize().double(), layer.weight)
+        layer = mlx_layer(4, group_size=64)
+        config = {"quant_method": "mlx", "mode": "mxfp8", "bits": 8, "group_size": 32, NAME: {"bits": 4}}
+        assert type(read(Layer(layer.tensors, config, layer.weight))) is Int4
+
+    def test_numbers_that_are_not_finite(self) -> None:
+        for mode, number in (("mxfp4", 255), ("mxfp8", 255), ("nvfp4", 127)):
+            layer = mlx_float_layer(mode)
+            layer.tensors[f"{NAME}.scales"][1, 2] = number
+            with pytest.raises(CheckpointFormatError, match=f"{NAME}.scales': expected"):
+                read_linear(layer.tensors, NAME, layer.config)
+
 
 class TestMXFP4:
-    def test_numbers(self) -> None:
-        assert isinstance(assert_exact(mxfp4_layer()), Lut)
+    @pytest.mark.parametrize("make", [mxfp4_layer, lambda: quark_layer("mxfp4"), lambda: mlx_float_layer("mxfp4")])
+    def test_numbers(self, make: Callable[[], Layer]) -> None:
+        assert isinstance(assert_exact(make()), Lut)
 
 
 class TestAutoRound:

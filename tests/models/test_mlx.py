@@ -8,17 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import expected, load, some_tokens
-from support.quantized_models import Packer, edit_config, mlx, save_quantized_model
+from support.quantized_models import Packer, edit_config, mlx, mlx_float, save_quantized_model
 from support.teacher_forcing import log_probabilities
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.models.config import Precision
 from fastinfer.models.hf_checkpoint import HFCheckpoint
+from fastinfer.models.loader import load_decoder
 
 SETTINGS = {"bits": 4, "group_size": 64, "mode": "affine"}
 
 
 def assert_like(folder: Path, model: Any) -> None:
-    got, reference = log_probabilities(load(folder), some_tokens(), "float32"), expected(model, some_tokens())
+    decoder = load_decoder(HFCheckpoint(folder, exact=True), Precision.of("float32"), None)
+    got, reference = log_probabilities(decoder, some_tokens(), "float32"), expected(model, some_tokens())
     assert (got - reference).abs().max() < 1e-4 * max(1.0, float(reference.std()))
     assert len(set(got.argmax(-1).tolist())) > 5  # else everything would agree
 
@@ -39,6 +42,15 @@ def test_bits(bits: int, tmp_path: Path) -> None:
     model = save_quantized_model(tmp_path, "qwen3", pack)
     set_mlx_config(tmp_path, bits=bits, **{other: {"bits": 8, "group_size": 32}, dense: False})
     assert load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.uint32
+    assert_like(tmp_path, model)
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
+def test_modes(mode: str, bits: int, group_size: int, tmp_path: Path) -> None:
+    """All matrices in fp4 or fp8, but for one of integers, whose settings do not repeat MLX's defaults."""
+    other = "model.layers.1.mlp.down_proj"
+    model = save_quantized_model(tmp_path, "qwen3", lambda module: mlx(4, 64) if module == other else mlx_float(mode))
+    set_mlx_config(tmp_path, mode=mode, bits=bits, group_size=group_size, **{other: {"bits": 4}})
     assert_like(tmp_path, model)
 
 
@@ -92,11 +104,12 @@ def test_mixtures(family: str, sizes: dict[str, int], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "mxfp8"}, "mode 'mxfp8' is not implemented; supported: affine"),
+        ({"mode": "mxfp6"}, "mode 'mxfp6' is not implemented; supported: affine, mxfp4, mxfp8, nvfp4"),
+        ({"mode": "mxfp8"}, "bits 4 is not implemented; supported: 8"),
         ({"bits": 7}, "bits 7 is not implemented; supported: 4, 2, 3, 5, 6, 8"),
         ({"group_size": 16}, "group_size 16 is not implemented"),
-        ({"model.layers.0.mlp.down_proj": {"bits": 4}}, "'group_size' is missing"),
-        ({"model.layers.0.mlp.down_proj": {"bits": 4, "group_size": 64, "mode": "nvfp4"}}, "mode 'nvfp4'"),
+        ({"model.layers.0.mlp.down_proj": {"bits": 4, "group_size": 64, "mode": "nvfp4"}}, "group_size 64 is not"),
+        ({"mode": "mxfp4", "group_size": 32}, r"q_proj.scales': expected uint8, got float16"),
         ({"bits": 3}, r"q_proj.weight': expected the shape \[\d+, 12\], got \[\d+, 16\]"),
         ({"group_size": 128}, r"q_proj.weight': expected the shape \[\d+, 32\], got \[\d+, 16\]"),
     ],

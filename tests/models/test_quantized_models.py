@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.families import expected, some_tokens
 from support.packed_layers import compressed_config
 from support.quantized_models import (
+    Packed,
     Packer,
     edit_config,
     fp8,
@@ -43,6 +44,23 @@ def fp4_settings(format: str, strategy: str, group_size: int) -> dict[str, Any]:
     return compressed_config(format, {**weights, "dynamic": False}, {**weights, "dynamic": "local"})
 
 
+def renamed(packer: Packer, **names: str) -> Packer:
+    """The same with other names of some tensors."""
+
+    def pack(weight: torch.Tensor) -> Packed:
+        tensors, meant = packer(weight)
+        return {names.get(name, name): tensor for name, tensor in tensors.items()}, meant
+
+    return pack
+
+
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {
+        "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+        "input_tensors": {"dtype": "fp4", "is_dynamic": True},
+    },
+}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "dynamic": {"-:.*k_proj": {}}}
 FORMATS: dict[str, tuple[Packer, dict[str, Any]]] = {
@@ -56,6 +74,8 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any]]] = {
     "ct mxfp4": (mxfp4, fp4_settings("mxfp4-pack-quantized", "group", 32)),
     "modelopt nvfp4": (nvfp4(True), {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
     "modelopt fp8": (fp8(None, "weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "fbgemm_fp8": (fp8_by_output("weight_scale"), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+    "quark mxfp4": (renamed(mxfp4, weight_packed="weight"), QUARK),
     "gptq": (gptq(4, 64, -1), GPTQ),
 }
 

@@ -110,6 +110,59 @@ def mxfp4_layer(rows: int = 5, columns: int = 96) -> Layer:
     return Layer(_named(tensors), compressed_config("mxfp4-pack-quantized", weights), weight)
 
 
+def mxfp8_layer(rows: int = 5, columns: int = 96, *, modelopt: bool = False) -> Layer:
+    """Numbers in e4m3, all of them, with powers of two."""
+    weight = fp8_layer(rows, columns, None).tensors[f"{NAME}.weight"]
+    exponents = torch.randint(110, 130, (rows, columns // 32))
+    meant = weight.double() * 2.0 ** (exponents.double() - 127).repeat_interleave(32, 1)
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    config = compressed_config("mxfp8-quantized", weights)
+    if modelopt:
+        config = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    return Layer(_named({"weight": weight, "weight_scale": exponents.byte()}), config, meant)
+
+
+def mlx_float_layer(mode: str, rows: int = 5, columns: int = 96) -> Layer:
+    """MLX's modes of fp4 and fp8: the numbers of a row are in words, and all scales are bytes."""
+    layer = {"mxfp4": mxfp4_layer, "mxfp8": mxfp8_layer, "nvfp4": nvfp4_layer}[mode](rows, columns)
+    numbers, scales, *factors = layer.tensors.values()  # MLX's NVFP4 has no factor
+    tensors = {"weight": numbers.view(torch.uint32), "scales": scales.view(torch.uint8)}
+    bits, group_size = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[mode]
+    config = {"quant_method": "mlx", "mode": mode, "bits": bits, "group_size": group_size}
+    return Layer(_named(tensors), config, layer.weight * (factors[0].double() if factors else 1))
+
+
+def fbgemm_layer() -> Layer:
+    layer = fp8_layer(block=(1, 64))
+    tensors = {f"{NAME}.weight": layer.tensors[f"{NAME}.weight"]}
+    tensors[f"{NAME}.weight_scale"] = layer.tensors[f"{NAME}.weight_scale_inv"]
+    tensors[f"{NAME}.input_scale_ub"] = torch.tensor(1200.0)
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    return Layer(tensors, config, layer.weight)
+
+
+def quark_layer(kind: str) -> Layer:
+    """Weights in MXFP4, or in fp8 with a scale for each output or for all."""
+    settings: dict[str, Any] = {"dtype": "fp8_e4m3", "qscheme": kind, "is_dynamic": False, "symmetric": True}
+    if kind == "mxfp4":
+        layer = mxfp4_layer()
+        settings |= {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    else:
+        layer = fp8_layer(block=(1, 64) if kind == "per_channel" else None)
+    weight, scales = layer.tensors.values()
+    tensors = {"weight": weight, "weight_scale": scales.flatten() if kind == "per_channel" else scales}
+    config = {
+        "quant_method": "quark",
+        "algo_config": [{"name": "autosmoothquant"}],
+        "exclude": ["lm_head"],
+        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+        "global_quant_config": {"weight": settings, "input_tensors": {**settings, "is_dynamic": True}},
+        "layer_quant_config": {"*.router": {"weight": None}},
+        "layer_type_quant_config": {},
+    }
+    return Layer(_named(tensors), config, layer.weight)
+
+
 def bitsandbytes_layer(
     kind: str = "nf4", rows: int = 40, columns: int = 256, block_size: int = 64, *, nested: bool = True
 ) -> Layer:

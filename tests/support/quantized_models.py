@@ -35,6 +35,27 @@ def mlx(bits: int, group_size: int) -> Packer:
     return pack
 
 
+def mlx_float(mode: str) -> Packer:
+    """Numbers in fp4 or fp8; scales are bytes."""
+
+    def pack(weight: Tensor) -> Packed:
+        if mode == "mxfp8":
+            groups = weight.unflatten(1, (-1, 32))
+            scales = 2 ** (groups.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 448).log2().ceil()
+            numbers = (groups / scales).to(torch.float8_e4m3fn)
+            meant = (numbers.float() * scales).flatten(1)
+            packed, stored = numbers.flatten(1), (scales[..., 0].log2() + 127).byte()
+        elif mode == "mxfp4":
+            tensors, meant = mxfp4(weight)
+            packed, stored = tensors["weight_packed"], tensors["weight_scale"]
+        else:
+            packed, scales, meant = fp4(weight, 16, lambda largest: (largest / 6).to(torch.float8_e4m3fn).float())
+            stored = scales.to(torch.float8_e4m3fn)
+        return {"weight": packed.contiguous().view(torch.uint32), "scales": stored.view(torch.uint8)}, meant
+
+    return pack
+
+
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 

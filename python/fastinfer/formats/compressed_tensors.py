@@ -1,6 +1,6 @@
 """Reader of linear layers in the compressed-tensors format (LLM Compressor, vLLM).
 
-A ``quantization_config`` has groups of layers, each with a scheme. Five kinds of schemes are supported
+A ``quantization_config`` has groups of layers, each with a scheme. Six kinds of schemes are supported
 (https://github.com/vllm-project/compressed-tensors, src/compressed_tensors/compressors):
 
 - ``pack-quantized``: weights of 4 or 8 bits, inputs not quantised (W4A16, W8A16). ``weight_packed``
@@ -13,7 +13,8 @@ A ``quantization_config`` has groups of layers, each with a scheme. Five kinds o
   block of ``block_structure``. See :mod:`fastinfer.formats.fp8`.
 - ``nvfp4-pack-quantized``: weights in fp4, see :mod:`fastinfer.formats.nvfp4`; they are divided by
   ``weight_global_scale``.
-- ``mxfp4-pack-quantized``: weights in fp4, see :mod:`fastinfer.formats.mxfp4`.
+- ``mxfp4-pack-quantized``, ``mxfp8-quantized``: weights in fp4 and fp8, see :mod:`fastinfer.formats.mxfp4` and
+  :mod:`fastinfer.formats.mxfp8`.
 
 Layers without ``weight_scale`` are not quantised, whatever the names of the schemes say: programs give the layers of a
 model in a model other names. Inputs of weights in fp8 and fp4 are not rounded, whatever the scheme says of them.
@@ -28,7 +29,8 @@ import torch
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.fp8 import E4M3, block_shape, read_fp8
 from fastinfer.formats.linear_tensors import DENSE_DTYPES, LinearTensors
-from fastinfer.formats.mxfp4 import MXFP4_GROUP, read_mxfp4
+from fastinfer.formats.mxfp4 import MX_GROUP, read_mxfp4
+from fastinfer.formats.mxfp8 import read_mxfp8
 from fastinfer.formats.nvfp4 import NVFP4_GROUP, read_nvfp4
 from fastinfer.formats.packed_integers import unpack_integers
 from fastinfer.formats.quantization_settings import compile_pattern, one_of, refuse, setting
@@ -40,6 +42,7 @@ PLAIN = "int-quantized"
 FP8 = "float-quantized"
 NVFP4 = "nvfp4-pack-quantized"
 MXFP4 = "mxfp4-pack-quantized"
+MXFP8 = "mxfp8-quantized"
 NAIVE = "naive-quantized"  # int-quantized or float-quantized, by the type of the numbers
 
 STRATEGIES = {
@@ -48,8 +51,11 @@ STRATEGIES = {
     FP8: ("channel", "tensor", "block"),
     NVFP4: ("tensor_group",),
     MXFP4: ("group",),
+    MXFP8: ("group",),
 }
-BITS = {PACKED: (4, 8), PLAIN: (8,), FP8: (8,), NVFP4: (4,), MXFP4: (4,)}
+BITS = {PACKED: (4, 8), PLAIN: (8,), FP8: (8,), NVFP4: (4,), MXFP4: (4,), MXFP8: (8,)}
+# Those of weights in floating point, with a fixed number of inputs per scale if it is not 0.
+FLOATS = {FP8: 0, NVFP4: NVFP4_GROUP, MXFP4: MX_GROUP, MXFP8: MX_GROUP}
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Scheme:
 
     Attributes:
         targets: names of layers, ``re:`` followed by a regular expression, or names of classes.
-        format: ``PACKED``, ``PLAIN``, ``FP8``, ``NVFP4`` or ``MXFP4``.
+        format: ``PACKED``, ``PLAIN``, ``FP8``, ``NVFP4``, ``MXFP4`` or ``MXFP8``.
         bits: 4 or 8.
         group_size: number of inputs per scale, -1 for all.
         per_tensor: whether the whole weight has one scale.
@@ -85,7 +91,7 @@ class Scheme:
         format = one_of({"format": config.get("format") or default_format}, "format", (*STRATEGIES, NAIVE))
         if format == NAIVE:
             format = FP8 if weights.get("type") == "float" else PLAIN
-        is_float = format in (FP8, NVFP4, MXFP4)
+        is_float = format in FLOATS
         one_of(weights, "type", ("float",) if is_float else ("int",), "int")
         refuse(weights, "dynamic")
         strategy = one_of(weights, "strategy", STRATEGIES[format], "channel")
@@ -94,8 +100,8 @@ class Scheme:
             block = block_shape(setting(weights, "block_structure", list), "block_structure")
         else:
             refuse(weights, "block_structure")
-        if format in (NVFP4, MXFP4):
-            one_of(weights, "group_size", (NVFP4_GROUP if format == NVFP4 else MXFP4_GROUP,))
+        if group_size := FLOATS.get(format):
+            one_of(weights, "group_size", (group_size,))
         scheme = cls(
             targets=tuple(str(target) for target in setting(config, "targets", list)),
             format=format,
@@ -185,6 +191,8 @@ class CompressedTensorsFormat:
             return read_nvfp4(layer, "weight_packed", 1 / global_scale, exact)
         if scheme.format == MXFP4:
             return read_mxfp4(layer, "weight_packed", "weight_scale")
+        if scheme.format == MXFP8:
+            return read_mxfp8(layer, exact)
         return _read_packed(layer, scheme, exact) if scheme.format == PACKED else _read_plain(layer, scheme, exact)
 
 

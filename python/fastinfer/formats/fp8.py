@@ -6,8 +6,8 @@ where all numbers must stay unrounded. For normally distributed weights int8 add
 
 The method ``fp8`` (DeepSeek, Qwen, Mistral; transformers' FineGrainedFP8Config) stores ``weight`` [out, in] and
 ``weight_scale_inv`` (or ``weight_scale``), by which it is multiplied: a number for the whole weight, or one for each
-block of ``weight_block_size``, [ceil(out / block), ceil(in / block)]. Layers of other dtypes are not quantised.
-https://arxiv.org/abs/2412.19437, section 3.3.
+block of ``weight_block_size``, [ceil(out / block), ceil(in / block)]. ``fbgemm_fp8`` (Llama 3.1 405B) has a number for
+each output, [out, 1]. Layers of other dtypes are not quantised. https://arxiv.org/abs/2412.19437, section 3.3.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,8 @@ class FP8Format:
     """Format of a checkpoint's layers.
 
     Attributes:
-        block: rows and columns of a block of weights with the same scale; ``None`` if a layer has one scale.
+        block: rows and columns of a block of weights with the same scale; ``None`` if a layer has one scale, or one for
+            each output.
     """
 
     block: tuple[int, int] | None
@@ -89,21 +90,30 @@ def read_fp8(layer: LinearTensors, scale_name: str, block: tuple[int, int] | Non
     Args:
         layer: see there.
         scale_name: name of the tensor of scales, by which the weight is multiplied.
-        block: shape of a block with the same scale; ``None`` if all numbers have the same scale.
+        block: shape of a block with the same scale; ``None`` if all numbers have the same scale, or each row its own.
         exact: see there.
     """
     weight = layer.take("weight", E4M3, (None, None))
     rows, columns = weight.shape
-    if block is None:
-        stored = layer.take_number(scale_name, DENSE_DTYPES)
-        block_rows, block_columns = rows, columns
+    scales = layer.get(scale_name)
+    if block is not None:
+        block = min(block[0], rows), min(block[1], columns)
+        scales = layer.take(scale_name, DENSE_DTYPES, (-(-rows // block[0]), -(-columns // block[1])))
+    elif scales is not None and scales.shape in ((rows,), (rows, 1)):
+        block, scales = (1, columns), layer.take(scale_name, DENSE_DTYPES, scales.shape).view(rows, 1)
     else:
-        block_rows, block_columns = min(block[0], rows), min(block[1], columns)
-        shape = -(-rows // block_rows), -(-columns // block_columns)
-        stored = layer.take(scale_name, DENSE_DTYPES, shape)
-    if not stored.isfinite().all():
+        block, scales = (rows, columns), layer.take_number(scale_name, DENSE_DTYPES).view(1, 1)
+    if not scales.isfinite().all():
         layer.fail(scale_name, "expected finite numbers")
-    scales = stored.float().view(-(-rows // block_rows), -1)
+    return unpack_fp8(layer, weight, scales.float(), block, exact)
+
+
+def unpack_fp8(
+    layer: LinearTensors, weight: Tensor, scales: Tensor, block: tuple[int, int], exact: bool
+) -> Int8 | Dense:
+    """Unpack a weight [out, in] e4m3, given the scales of its blocks in fp32; all else is as for :func:`read_fp8`."""
+    rows, columns = weight.shape
+    block_rows, block_columns = block
     of_row = torch.arange(rows) // block_rows
 
     def values(part: slice) -> Tensor:

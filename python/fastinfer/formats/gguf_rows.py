@@ -178,8 +178,7 @@ class GGUFRows(Unpacked):
         """Unpack rows of ``LUT_TYPES`` as integers of 8 bits, without rounding: their table's entries are integers."""
         lut = self.unpack()
         assert isinstance(lut, Lut)
-        assert lut.int8_table is not None
-        return Int8(lut.int8_table[lut.q.long()], lut.scales)
+        return lut.integers()
 
     def unpack(self) -> Dense | Int4 | Int8 | Lut:
         """Unpack all rows; scales and minimums become fp32 if one of them is too large for fp16."""

@@ -22,12 +22,12 @@ from fastinfer.formats.nvfp4 import HALVES
 from fastinfer.formats.packed_integers import unpack_integers
 from fastinfer.formats.unpacked import Dense, Lut
 
-MXFP4_GROUP = 32
+MX_GROUP = 32
 MXFP4_TABLE = torch.from_numpy(HALVES).float()
 # Exponents whose scales are numbers of fp16, from its smallest subnormal number to its largest power of two.
 FP16_EXPONENTS = range(104, 144)
 NAN = 255
-# The scale of each exponent. That of the smallest is a subnormal number of fp32.
+# Half the power of two of each exponent. That of the smallest is a subnormal number of fp32.
 SCALES = torch.from_numpy(np.ldexp(np.float32(1), np.arange(NAN) - 128))
 
 
@@ -70,7 +70,7 @@ class MXFP4Experts:
                 exponent that stands for NaN.
         """
         blocks = layer.take(f"{name}_blocks", torch.uint8, (None, None, None, 16))
-        return cls(blocks, _read_scales(layer, f"{name}_scales", tuple(blocks.shape[:-1])))
+        return cls(blocks, _scales(read_exponents(layer, f"{name}_scales", tuple(blocks.shape[:-1]))))
 
     def expert(self, index: int, rows: slice) -> Lut:
         """Unpack rows of the weight of one expert, [rows, in]."""
@@ -84,19 +84,32 @@ def read_mxfp4(layer: LinearTensors, weight_name: str, scale_name: str) -> Lut:
         CheckpointFormatError: as for :meth:`MXFP4Experts.read`.
         UnsupportedModelError: the kernels do not support the number of inputs.
     """
-    packed = layer.take(weight_name, torch.uint8, (None, None))
+    return unpack_mxfp4(layer, layer.take(weight_name, torch.uint8, (None, None)), scale_name)
+
+
+def unpack_mxfp4(layer: LinearTensors, packed: Tensor, scale_name: str) -> Lut:
+    """Unpack the numbers of a weight, [out, in / 2] uint8; all else is as for :func:`read_mxfp4`."""
     rows, columns = packed.shape[0], 2 * packed.shape[1]
-    layer.group_size(MXFP4_GROUP, columns)
-    scales = _read_scales(layer, scale_name, (rows, columns // MXFP4_GROUP))
-    return Lut(unpack_integers(packed, 4), scales, table=MXFP4_TABLE)
+    layer.group_size(MX_GROUP, columns)
+    exponents = read_exponents(layer, scale_name, (rows, columns // MX_GROUP))
+    return Lut(unpack_integers(packed, 4), _scales(exponents), table=MXFP4_TABLE)
 
 
-def _read_scales(layer: LinearTensors, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Read exponents as scales, which are fp16 if all of them fit."""
+def read_exponents(layer: LinearTensors, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Read exponents of powers of two plus 127 (e8m0), uint8.
+
+    Raises:
+        CheckpointFormatError: as for :meth:`MXFP4Experts.read`.
+    """
     exponents = layer.take(name, torch.uint8, shape)
-    smallest, largest = (int(number) for number in exponents.aminmax())
-    if largest == NAN:
+    if int(exponents.max()) == NAN:
         layer.fail(name, f"expected exponents below {NAN}, which stands for NaN")
+    return exponents
+
+
+def _scales(exponents: Tensor) -> Tensor:
+    """Return the scales of exponents, in fp16 if all of them fit."""
+    smallest, largest = (int(number) for number in exponents.aminmax())
     fits = smallest in FP16_EXPONENTS and largest in FP16_EXPONENTS
     scales = SCALES.half() if fits else SCALES
     return torch.from_numpy(scales.numpy()[exponents.numpy()])

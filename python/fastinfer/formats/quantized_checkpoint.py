@@ -15,6 +15,7 @@ from fastinfer.formats.mlx import MLXFormat
 from fastinfer.formats.modelopt import ModelOptFormat
 from fastinfer.formats.mxfp4 import MXFP4Format
 from fastinfer.formats.quantization_settings import setting
+from fastinfer.formats.quark import QuarkFormat
 from fastinfer.formats.unpacked import Unpacked
 
 CheckpointFormat = (
@@ -27,6 +28,7 @@ CheckpointFormat = (
     | MLXFormat
     | ModelOptFormat
     | MXFP4Format
+    | QuarkFormat
 )
 
 # The parsers of the methods' settings.
@@ -37,9 +39,11 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "bitsandbytes": BitsAndBytesFormat.parse,
     "compressed-tensors": CompressedTensorsFormat.parse,
     "fp8": FP8Format.parse,
+    "fbgemm_fp8": FP8Format.parse,
     "modelopt": ModelOptFormat.parse,
     "mxfp4": MXFP4Format.parse,
     "mlx": MLXFormat.parse,
+    "quark": QuarkFormat.parse,
 }
 
 # How many times as wide the kernels' integers are as the file's, by the file's bits.
@@ -111,9 +115,21 @@ class PackedSizes:
         self._is_nvfp4 = "quant_algo" in config or "nvfp4-pack-quantized" in str(config)
         bits = config.get("bits")
         self._widened = WIDENED.get(bits, 1.0) if type(bits) is int else 1.0
+        # MLX quantises the embedding, too. Single rows of MXFP4 are looked up as int8.
+        mode = config.get("mode")
+        if mode in ("mxfp8", "nvfp4"):
+            self._widened = self._float_bits / (8 if mode == "mxfp8" else 4)
+        self._looked_up = 2.0 if mode == "mxfp4" else 1.0
 
-    def num_bytes(self, name: str, stored: int, dtype: str) -> int:
-        """Return the size of a tensor, given its size in the file, and its dtype by the name in safetensors files."""
+    def num_bytes(self, name: str, stored: int, dtype: str, *, is_looked_up: bool = False) -> int:
+        """Return the size of a tensor.
+
+        Args:
+            name: its name in the file.
+            stored: its size in the file in bytes.
+            dtype: its dtype, by the name in safetensors files.
+            is_looked_up: whether single rows of it are read, as of the embedding.
+        """
         part = name.rpartition(".")[2]
         factor = 1.0
         if dtype == "F8_E4M3" and part == "weight":
@@ -121,5 +137,5 @@ class PackedSizes:
         elif dtype == "U8" and part in ("weight", "weight_packed") and self._is_nvfp4:
             factor = self._float_bits / 4
         elif part == "qweight" or dtype == "U32":
-            factor = self._widened
+            factor = self._widened * (self._looked_up if is_looked_up else 1.0)
         return round(stored * factor)

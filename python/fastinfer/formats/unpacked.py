@@ -187,6 +187,12 @@ class Lut(Grouped):
         table = self.table.to(torch.int8)
         return table if torch.equal(table.float(), self.table) else None
 
+    def integers(self) -> Int8:
+        """Return the weight as integers of 8 bits, without rounding; the table must have an ``int8_table``."""
+        table = self.int8_table
+        assert table is not None
+        return Int8(table[self.q.long()], self.scales, permutation=self.permutation)
+
     def _levels(self) -> Tensor:
         assert self.table is not None
         return self.table[self.q.long()]

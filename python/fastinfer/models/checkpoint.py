@@ -27,6 +27,8 @@ from fastinfer.formats.unpacked import Unpacked
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.state_config import LinearAttentionConfig
 
+# Matrices of which single rows are read. No operator does that with a look-up table's indices.
+LOOKED_UP = ("embedding", "selector_predecessor", "selector_successor", "markov_w1")
 # Parts of the MLP, which some files store as a layer of its own.
 MLP_PARTS = frozenset(
     ("mlp_norm", "gate_proj", "up_proj", "down_proj", "router", "router_bias", "experts", "shared_expert")

@@ -13,6 +13,7 @@ from fastinfer.formats.gguf_rows import GGUFRows
 from fastinfer.formats.gguf_unpack import packed_bytes, read_rows, unpack_rows
 from fastinfer.formats.unpacked import Dense, Int8, Lut, Unpacked
 from fastinfer.models.checkpoint import (
+    LOOKED_UP,
     ModelPart,
     decoder_layers,
     expert_index,
@@ -27,8 +28,6 @@ from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.ops.pack import TILE_ROWS
 
-# Matrices of which single rows are read.
-LOOKED_UP = ("embedding", "selector_predecessor", "selector_successor", "markov_w1")
 E4M3_MAX = 448  # scales are multiplied by a factor
 PART_ELEMENTS = 2**20  # size of a part, small enough for its unpacked copy to reuse the memory of the previous one
 
@@ -162,7 +161,6 @@ class GGUFCheckpoint:
         rows = -(-PART_ELEMENTS // in_features // TILE_ROWS) * TILE_ROWS
         for begin in range(0, out_features, rows):
             part = weight.rows(slice(begin, begin + rows))
-            # No operator looks up single rows of a look-up table's indices.
             if name in LOOKED_UP and isinstance(part, GGUFRows) and isinstance(part.form, Lut):
                 yield part.unpack_integers()
             else:

@@ -12,12 +12,13 @@ from torch import Tensor
 from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.formats.linear_tensors import DENSE_DTYPES, ExpertTensors, LinearTensors
-from fastinfer.formats.mxfp4 import MXFP4_GROUP, MXFP4Experts
+from fastinfer.formats.mxfp4 import MX_GROUP, MXFP4Experts
 from fastinfer.formats.quantized_checkpoint import CheckpointFormat, PackedSizes, parse_quantization_config, read_with
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.formats.text_fields import text_fields
-from fastinfer.formats.unpacked import Dense, Unpacked, concatenate
+from fastinfer.formats.unpacked import Dense, Lut, Unpacked, concatenate
 from fastinfer.models.checkpoint import (
+    LOOKED_UP,
     ModelPart,
     check_draft_tokens,
     decoder_layers,
@@ -93,6 +94,7 @@ class HFCheckpoint:
     def part_bytes(self, device: str) -> Counter[ModelPart]:
         prefix = self._with_prefix(f"{self._family.top['layers']}.")
         router, experts = (f"{self._family.layer.get(part)}." for part in ("router", "experts"))
+        embedding = self._with_prefix(f"{self._family.top['embedding']}.")
         layers, packed = decoder_layers(self.config), PackedSizes(self._quantization, self._exact)
         sizes: Counter[ModelPart] = Counter()
         for name in self._loaded_names():
@@ -101,7 +103,8 @@ class HFCheckpoint:
             if layer is None or layer in layers:
                 is_experts = rest.startswith((experts, "mlp.switch_mlp.")) and not rest.startswith(router)
                 part = ModelPart(None if layer is None else layers[layer], layer is not None and is_experts)
-                sizes[part] += packed.num_bytes(name, self.tensors.num_bytes(name), self.tensors.header(name)[1])
+                stored, dtype = self.tensors.num_bytes(name), self.tensors.header(name)[1]
+                sizes[part] += packed.num_bytes(name, stored, dtype, is_looked_up=name.startswith(embedding))
         return sizes
 
     def __contains__(self, name: str) -> bool:
@@ -129,7 +132,8 @@ class HFCheckpoint:
         return weight
 
     def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
-        yield self.linear(name, out_features, in_features)
+        weight = self.linear(name, out_features, in_features)
+        yield weight.integers() if name in LOOKED_UP and isinstance(weight, Lut) else weight
 
     def vector(self, name: str, size: int) -> Tensor:
         is_bias, module = name.endswith(".bias"), name.removesuffix(".bias")
@@ -296,7 +300,7 @@ class HFCheckpoint:
         """Read rows of one expert's matrix [out_features, in_features], which is stored with those of the others."""
         if f"{module}_blocks" in self.tensors:
             packed = self._packed(module)
-            self._check_stack(f"{module}_blocks", packed.blocks, out_features, in_features // MXFP4_GROUP, 16)
+            self._check_stack(f"{module}_blocks", packed.blocks, out_features, in_features // MX_GROUP, 16)
             return packed.expert(expert, rows)
         values, order = self._get(module), self._family.stacked_order
         if order == "any" and in_features == out_features:
