@@ -31,6 +31,7 @@ FAMILIES = (
     "gemma4-inputs",
     "gemma4-moe",
     "smollm3",
+    "apertus-plain",
     "arcee-plain",
     "seed-oss-plain",
     "ernie4.5",

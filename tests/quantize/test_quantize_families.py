@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {},
     "olmo": {},
     "phi": {},
+    "apertus": {},
     "gpt-neox": {},
     "cohere2-moe": {},
 }
@@ -155,7 +156,7 @@ def test_input_scales_are_folded_where_they_belong(family: str, tmp_path: Path) 
     assert not any(torch.equal(before[name], after[name]) for name in norms)
 
 
-READ = ["qwen3.5", "lfm2", "granite-hybrid-dense", "nemotron-h-dense", "nemotron", "phi", "gpt-neox"]
+READ = ["qwen3.5", "lfm2", "granite-hybrid-dense", "nemotron-h-dense", "nemotron", "apertus", "phi", "gpt-neox"]
 
 
 @pytest.mark.parametrize("family", READ)

@@ -163,6 +163,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("SeedOss", HEADS | {"mlp_bias": True}),
     "seed-oss-plain": ("SeedOss", HEADS),
     "seed-oss-biases": ("SeedOss", HEADS | {"attention_bias": False, "attention_out_bias": True}),
+    "apertus": ("Apertus", {"head_dim": 32, "rope_parameters": LLAMA3, "attention_bias": True}),
+    # As GGUF files can say it.
+    "apertus-plain": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "arcee": ("Arcee", {"rope_parameters": YARN}),
     "arcee-plain": ("Arcee", HEADS),
     "arcee-biases": ("Arcee", HEADS | {"attention_bias": True, "mlp_bias": True}),

@@ -170,7 +170,8 @@ class ModelConfig:
         stored_layers: for each layer, the file's layer with its attention or state, and the one with its MLP, ``None``
             for no MLP, where these are not the same; empty if they are. If two layers have their attention or state in
             the same one, they have the same input, see :meth:`is_parallel`.
-        activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; without a gate also ``"relu2"``.
+        activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; without a gate also ``"relu2"`` or
+            ``"xielu"``.
         gated: whether the MLP multiplies the activated gate by a second projection.
         norm: ``"rms_norm"`` or ``"layer_norm"``.
         norm_bias: whether LayerNorms have a bias.

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fastinfer.models.checkpoint import XIELU_PARAMETERS
 from fastinfer.models.structure import (
     AFMOE,
     AXK1,
@@ -421,7 +422,6 @@ MISSING = {
     "KimiLinearForCausalLM": _CHANNEL_GATES,
     "MistralLarge4ForConditionalGeneration": "attention to chosen tokens, and latents that layers share",
     "PaliGemmaForConditionalGeneration": "attention in both directions within a prompt",
-    "ApertusForCausalLM": "the activation xIELU",
     **dict.fromkeys(("PhimoeForCausalLM", "PhiMoEForCausalLM"), "the choice of experts by SparseMixer"),
     "Kolibri1ForCausalLM": "experts that are chosen by their logits and a bias before the sigmoid",
     "LagunaForCausalLM": "gates of attention by softplus, and layers with different numbers of query heads",
@@ -473,6 +473,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "SeedOssForCausalLM": Family(
         defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True, "attention_out_bias": False}
+    ),
+    "ApertusForCausalLM": Family(
+        _LAYER
+        | {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
+        | {name: f"mlp.act_fn.{name.removeprefix('xielu_')}" for name in XIELU_PARAMETERS},
+        structure=HEAD_NORMS,
+        activation="xielu",
+        gated=False,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 12e6},
+        fixed={"mlp_bias": False},
     ),
     "ArceeForCausalLM": Family(activation="relu2", gated=False, defaults={"rms_norm_eps": 1e-5}),
     "Ernie4_5ForCausalLM": Family(

@@ -13,6 +13,7 @@ from fastinfer.formats.gguf_rows import GGUFRows
 from fastinfer.formats.gguf_unpack import packed_bytes, read_rows, unpack_rows
 from fastinfer.formats.unpacked import Dense, Int8, Lut, Unpacked
 from fastinfer.models.checkpoint import (
+    XIELU_PARAMETERS,
     ModelPart,
     decoder_layers,
     expert_index,
@@ -24,6 +25,7 @@ from fastinfer.models.checkpoint import (
 )
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.models.gguf_fields import xielu_parameter
 from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.ops.pack import TILE_ROWS
 
@@ -174,6 +176,8 @@ class GGUFCheckpoint:
         part = name.rpartition(".")[2]
         suffixes = {**_SUFFIXES, **ARCHITECTURES[self.config.architecture].suffixes}
         stored = self._stored(matrix) + (".bias" if is_bias else suffixes.get(part, ".weight"))
+        if part in XIELU_PARAMETERS:  # which are metadata
+            return torch.tensor([xielu_parameter(self.file, part, split_name(name)[0], self.config.num_layers)])
         tensor = self._get(stored)
         data, shape = tensor.data.reshape(1, -1), tensor.shape
         expert = expert_index(name)

@@ -93,6 +93,7 @@ _RENORMALIZED = Steps({"norm_topk_prob": True})
 
 STEPS: dict[str, Steps] = {
     "AfmoeForCausalLM": Steps(_NO_ATTENTION_BIAS, finish=afmoe_config),
+    "ApertusForCausalLM": Steps({"hidden_act": "xielu"}),
     "ArceeForCausalLM": Steps({"hidden_act": "relu2"}),
     # The activation of its experts, whatever the file says.
     "AriaTextForCausalLM": Steps({"hidden_act": "silu", "mlp_bias": False}),

@@ -25,6 +25,7 @@ NAMES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "apertus": ("ApertusForCausalLM", "apertus"),
     "arcee": ("ArceeForCausalLM", "arcee"),
     "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
     "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
