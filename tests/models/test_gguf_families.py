@@ -97,6 +97,7 @@ FAMILIES = (
     "falcon-h1-norm",
     "nemotron-h-plain",
     "nemotron-h-moe",
+    "nemotron-h-moe-latent",
     "lfm2",
     "lfm2-moe",
 )

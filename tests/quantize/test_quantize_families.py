@@ -44,6 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon-h1": FALCON,
     "falcon-h1-norm": FALCON,
     "nemotron-h": NEMOTRON | {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96},
+    "nemotron-h-latent": NEMOTRON
+    | {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96, "moe_latent_size": 32},
     "nemotron-h-dense": NEMOTRON,
     "deepseek-v2": LATENT | {"q_lora_rank": None},
     "deepseek-v3": LATENT,
@@ -63,9 +65,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4-moe": {"moe_intermediate_size": 64, "global_head_dim": 64},
     "hunyuan-moe": {},
     "nemotron": {},
+    "apertus": {},
     "olmo": {},
     "phi": {},
-    "apertus": {},
     "gpt-neox": {},
     "cohere2-moe": {},
 }

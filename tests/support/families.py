@@ -607,6 +607,7 @@ NEMOTRON_H = {
 }
 FAMILIES |= {
     "nemotron-h": ("NemotronH", NEMOTRON_H),
+    "nemotron-h-latent": ("NemotronH", NEMOTRON_H | {"moe_latent_size": 40}),
     "nemotron-h-dense": (
         "NemotronH",
         NEMOTRON_H
@@ -624,6 +625,12 @@ FAMILIES |= {
         "NemotronH",
         NEMOTRON_H
         | {"time_step_min": 1e-6}
+        | {"layers_block_type": [kind.replace("mlp", "moe") for kind in NEMOTRON_H["layers_block_type"]]},
+    ),
+    "nemotron-h-moe-latent": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"time_step_min": 1e-6, "moe_latent_size": 24}
         | {"layers_block_type": [kind.replace("mlp", "moe") for kind in NEMOTRON_H["layers_block_type"]]},
     ),
 }

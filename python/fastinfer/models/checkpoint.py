@@ -33,7 +33,10 @@ from fastinfer.models.state_config import LinearAttentionConfig
 XIELU_PARAMETERS = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
 # Parts of the MLP, which some files store as a layer of its own.
 MLP_PARTS = frozenset(
-    ("mlp_norm", "gate_proj", "up_proj", "down_proj", "router", "router_bias", "experts", "shared_expert")
+    (
+        *("mlp_norm", "gate_proj", "up_proj", "down_proj", "router", "router_bias", "experts", "shared_expert"),
+        *("experts_input", "experts_output"),
+    )
 )
 
 

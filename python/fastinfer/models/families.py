@@ -979,7 +979,8 @@ FAMILIES: dict[str, Family] = {
         # A layer of the file has one norm, and attention, Mamba-2, an MLP or experts.
         {name: stored.replace("self_attn.", "mixer.").replace("mlp.", "mixer.") for name, stored in _LAYER.items()}
         | {name: stored.replace("mamba.", "mixer.") for name, stored in _MAMBA_LAYER.items()}
-        | {"attention_norm": "norm", "mlp_norm": "norm"},
+        | {"attention_norm": "norm", "mlp_norm": "norm"}
+        | {"experts_input": "mixer.fc1_latent_proj", "experts_output": "mixer.fc2_latent_proj"},
         top=_TOP | {"embedding": "model.embeddings", "norm": "model.norm_f"},
         structure=NEMOTRON_H,
         # Names that files of other programs have, and that come first in transformers.

@@ -78,6 +78,8 @@ _LAYER = {
     "per_layer_projection": "proj",
     "post_per_layer_norm": "post_norm",
     "shared_expert_gate": "ffn_gate_inp_shexp",
+    "experts_input": "ffn_latent_down",
+    "experts_output": "ffn_latent_up",
     "in_proj_qkv": "attn_qkv",
     "in_proj_z": "attn_gate",
     "in_proj_a": "ssm_alpha",
@@ -174,10 +176,10 @@ class GGUFCheckpoint:
     def vector(self, name: str, size: int) -> Tensor:
         is_bias, matrix = name.endswith(".bias"), name.removesuffix(".bias")
         part = name.rpartition(".")[2]
-        suffixes = {**_SUFFIXES, **ARCHITECTURES[self.config.architecture].suffixes}
-        stored = self._stored(matrix) + (".bias" if is_bias else suffixes.get(part, ".weight"))
         if part in XIELU_PARAMETERS:  # which are metadata
             return torch.tensor([xielu_parameter(self.file, part, split_name(name)[0], self.config.num_layers)])
+        suffixes = {**_SUFFIXES, **ARCHITECTURES[self.config.architecture].suffixes}
+        stored = self._stored(matrix) + (".bias" if is_bias else suffixes.get(part, ".weight"))
         tensor = self._get(stored)
         data, shape = tensor.data.reshape(1, -1), tensor.shape
         expert = expert_index(name)
