@@ -28,6 +28,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   def_with_out(m, "gelu_and_mul", "Tensor x, str approximate");
   def_with_out(m, "gelu", "Tensor x, str approximate, Tensor? factor=None");
   def_with_out(m, "relu2", "Tensor x");
+  def_with_out(m, "xielu", "Tensor x, float positive, float negative, float beta, float eps");
   def_with_out(m, "clamped_swiglu", "Tensor x");
   def_with_out(m, "sigmoid_gate", "Tensor x, Tensor gate");
   m.def("softcap(Tensor(a!) x, float cap) -> ()");

@@ -229,6 +229,7 @@ FAMILIES: list[tuple[str, RoundsOf]] = [
     (rf"sigmoid_gate_kernel<{TYPE}, false, [48]>", straight(2, 1)),
     (rf"sigmoid_gate_kernel<{TYPE}, true, [48]>", straight(1, 1)),
     (r"relu2_kernel<\w+, [48]>", straight(1, 1)),
+    (r"xielu_kernel<\w+, [48]>", straight(1, 1)),
     (r"softcap_kernel<\w+, [48]>", straight(1, 1)),
     (rf"permute_columns_kernel<{TYPE}, (?P<count>[48])>", permute_columns),
     (r"merge_attention_states_kernel<\w+, [48]>", straight(2, 1)),

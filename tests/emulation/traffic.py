@@ -175,6 +175,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "add_lora", (x.clone(), x, *matrices, ids, None, None, None, 0.0)
     yield "embedding", (x, torch.arange(8))
     yield "relu2", (x,)
+    yield "xielu", (x, 0.8, 1.3, 0.5, -1e-6)
     yield "sigmoid_gate", (x, x)
     yield "softcap", (x, 30.0)
     yield "sample", (torch.randn(2, 32_000), *sampling(2), *[None] * 7, 0)

@@ -113,6 +113,9 @@ NEMOTRON = MAMBA2 | {
     "dense_layers": frozenset({0, 1}),
     "dense_intermediate_size": 96,
 }
+# Experts of projected hidden states.
+NEMOTRON_LATENT = NEMOTRON | {"expert_latent_size": 96}
+XIELU = {"gated": False, "activation": "xielu"}
 # Mamba-2 and attention with the same input, with factors.
 FALCON = {
     "num_layers": 4,
@@ -188,6 +191,12 @@ MODELS: dict[str, tuple[dict[str, Any], Form, str]] = {
     "short convolutions, bf16": (SHORT_CONV, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "mamba 2, int4": (MAMBA2, lambda _, values: int4(values), "auto"),
     "nemotron, int4": (NEMOTRON, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
+    "nemotron's latents, int4": (
+        NEMOTRON_LATENT,
+        lambda name, v: Dense(v) if name.endswith("router") else int4(v),
+        "auto",
+    ),
+    "xielu, int4": (XIELU, lambda _, values: int4(values), "auto"),
     "mamba 2, bf16": (MAMBA2, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "falcon, int4": (FALCON, lambda _, values: int4(values), "auto"),
     "falcon, bf16": (FALCON, lambda _, values: Dense(values.bfloat16()), "bfloat16"),

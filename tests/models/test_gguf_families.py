@@ -31,6 +31,7 @@ FAMILIES = (
     "gemma4-inputs",
     "gemma4-moe",
     "smollm3",
+    "apertus-plain",
     "arcee-plain",
     "seed-oss-plain",
     "ernie4.5",
@@ -96,6 +97,7 @@ FAMILIES = (
     "falcon-h1-norm",
     "nemotron-h-plain",
     "nemotron-h-moe",
+    "nemotron-h-moe-latent",
     "lfm2",
     "lfm2-moe",
 )

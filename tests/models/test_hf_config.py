@@ -279,7 +279,12 @@ def test_layers_that_do_not_know_positions(tmp_path: Path) -> None:
             {"shared_expert_combination_strategy": "max"},
             "shared_expert_combination_strategy must be average or sum, got 'max'",
         ),
-        ("ApertusForCausalLM", {}, "is not implemented: it needs the activation xIELU"),
+        ("KimiLinearForCausalLM", {}, "is not implemented: it needs a delta rule with a gate for each channel"),
+        (
+            "ApertusForCausalLM",
+            {"hidden_act": "silu", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "hidden_act must be 'xielu', got 'silu'",
+        ),
     ],
 )
 def test_settings_that_are_not_implemented(

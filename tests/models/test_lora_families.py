@@ -200,6 +200,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "experts of latents": (
+        "nemotron-h-latent",
+        {
+            "target_modules": ["q_proj", "up_proj", "down_proj"],
+            "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj", "mixer.gate.weight"],
+            "r": 3,
+        },
+    ),
     "latent attention": (
         "deepseek-v2",
         {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], "r": 3},

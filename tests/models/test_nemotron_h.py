@@ -86,8 +86,9 @@ def test_other_names_come_first(tmp_path: Path) -> None:
     assert read_hf_config(path).states == expected_sizes
 
 
-def test_memory(tmp_path: Path) -> None:
-    make_model("nemotron-h").save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["nemotron-h", "nemotron-h-latent"])
+def test_memory(family: str, tmp_path: Path) -> None:
+    make_model(family).save_pretrained(tmp_path)
     checkpoint = HFCheckpoint(tmp_path)
     total = sum(checkpoint.tensors.num_bytes(name) for name in checkpoint.tensors.names)
     assert checkpoint.weight_bytes("cpu") == total
@@ -108,7 +109,7 @@ def test_memory(tmp_path: Path) -> None:
         ({"mamba_hidden_act": "gelu"}, UnsupportedModelError, "mamba_hidden_act must be 'silu', got 'gelu'"),
         ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias must be False, got True"),
         ({"attention_bias": True}, UnsupportedModelError, "attention_bias must be False, got True"),
-        ({"moe_latent_size": 32}, UnsupportedModelError, "moe_latent_size must be null, got 32"),
+        ({"moe_latent_size": 0}, CheckpointFormatError, "moe_latent_size"),
         ({"sliding_window": 32}, UnsupportedModelError, "sliding_window must be null, got 32"),
         ({"ssm_state_size": 24}, UnsupportedModelError, "ssm_state_size must be a multiple of 16 up to 256, got 24"),
         ({"n_groups": 4}, CheckpointFormatError, "mamba_num_heads: expected a multiple of 4, got 6"),
@@ -123,10 +124,13 @@ def test_bad_configurations(changes: dict[str, Any], error: type[FastinferError]
 
 @pytest.mark.parametrize(
     "name",
-    ["0.norm", "1.norm", "2.mixer.D", "3.mixer.gate", "3.mixer.experts.2.up_proj", "5.mixer.shared_experts.down_proj"],
+    [
+        *("0.norm", "1.norm", "2.mixer.D", "3.mixer.gate", "3.mixer.experts.2.up_proj"),
+        *("5.mixer.shared_experts.down_proj", "3.mixer.fc1_latent_proj", "5.mixer.fc2_latent_proj"),
+    ],
 )
 def test_missing_tensors(name: str, tmp_path: Path) -> None:
-    make_model("nemotron-h").save_pretrained(tmp_path)
+    make_model("nemotron-h-latent").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     kept = {key: value for key, value in tensors.items() if f".layers.{name}." not in f"{key}."}
     assert len(kept) < len(tensors)
@@ -162,6 +166,16 @@ def test_layers_and_sizes_of_a_gguf_file(tmp_path: Path) -> None:
     assert (config.router.scoring, config.router.has_bias, config.router.scale) == ("sigmoid", True, 1.5)
 
 
+def test_width_of_experts(tmp_path: Path) -> None:
+    """Of projected hidden states; without experts the setting means nothing."""
+    config = read_hf_config(changed(tmp_path, "nemotron-h-latent"))
+    assert (config.expert_latent_size, config.expert_width, config.hidden_size) == (40, 40, 64)
+    assert read_hf_config(changed(tmp_path)).expert_width == 64
+    assert read_hf_config(changed(tmp_path, "nemotron-h-dense", moe_latent_size=40)).expert_latent_size == 0
+    write_gguf(tmp_path / "model.gguf", make_model("nemotron-h-moe-latent"))
+    assert read_gguf_config(GGUFFile(tmp_path / "model.gguf")).expert_latent_size == 24
+
+
 def test_layers_for_later_tokens(tmp_path: Path) -> None:
     """A file may have a last layer of attention and experts that predicts a token after the next one."""
     write_gguf(tmp_path / "model.gguf", make_model("nemotron-h-moe"))
@@ -189,7 +203,6 @@ HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
         ({HEADS: 2, INNER: [0] * 11 + [96]}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each"),
         ({HEADS: [0, 2, 0, 0, 2] + [0] * 7}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each"),
         ({INNER: [96] + [0] * 11}, UnsupportedModelError, "attention or Mamba-2 before each MLP, got mlp at 0"),
-        ({"moe_latent_size": 32}, UnsupportedModelError, "moe_latent_size is not implemented"),
         ({"ssm.group_count": 4}, GGUFFormatError, "time_step_rank: expected a multiple of 4, got 6"),
     ],
 )
@@ -203,8 +216,9 @@ def test_bad_metadata(changes: dict[str, Any], error: type[FastinferError], mess
     assert "\n" not in str(caught.value)
 
 
-def test_memory_of_a_gguf_file(tmp_path: Path) -> None:
-    model = make_model("nemotron-h-moe")
+@pytest.mark.parametrize("family", ["nemotron-h-moe", "nemotron-h-moe-latent"])
+def test_memory_of_a_gguf_file(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
     write_gguf(tmp_path / "model.gguf", model)
     checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"))
     total = sum(values.numel() for values in model.state_dict().values()) * 4

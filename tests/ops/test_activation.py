@@ -1,4 +1,4 @@
-"""The elementwise halves of SwiGLU, also the clamped one, and GeGLU, and GELU without a gate, against fp64."""
+"""The elementwise halves of SwiGLU, also the clamped one, and GeGLU, and activations without a gate, against fp64."""
 
 from collections.abc import Callable
 
@@ -79,6 +79,35 @@ def test_relu2(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     assert_bitwise(ops.relu2(x, out=x), out)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factors", [(0.81, 1.3), (0.02, 0.5), (3.5, 6.0, 0.25, -0.5), (1.0, 1.0, 0.0, 0.0)])
+@pytest.mark.parametrize("shape", [(0, 7), (1, 1), (19, 111), (3, 3072), (2, 3, 34), (2, 0)])
+def test_xielu(shape: tuple[int, ...], factors: tuple[float, ...], dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(shape, device=device).to(dtype)
+    out = ops.xielu(x, *factors)
+    assert out.dtype == dtype
+    assert_rounded(out, reference.xielu(x, *factors))
+    assert_bitwise(ops.xielu(x, *factors, out=x), out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_range_of_xielu(dtype: torch.dtype, device: str) -> None:
+    """Where exp underflows, around the end of the series, and where expm1 would lose its digits; NaN stays."""
+    small = torch.tensor([-1e-7, -1e-6, -3e-6, -1e-4, -1e-3, -0.02, -0.0, 0.0, 1e-7, torch.nan, 1e-3])
+    large = torch.tensor([-2e4, -200.0, -88.0])
+    x = torch.cat([large, torch.linspace(-30, 30, 601), torch.linspace(-1.5, 0, 99), small]).to(device, dtype)
+    out, expected = ops.xielu(x, 0.81, 2.5), reference.xielu(x, 0.81, 2.5)
+    assert_bitwise(out.isnan(), x.isnan())
+    for part in (slice(3), slice(3, -11), slice(-11, -2)):  # of like sizes
+        assert_rounded(out[part], expected[part])
+
+
+def test_a_small_input_of_xielu_keeps_its_digits(device: str) -> None:
+    x = -torch.logspace(-6, 0, 200, device=device)
+    expected = reference.xielu(x, 1.0, 1.3)
+    assert ((ops.xielu(x, 1.0, 1.3) - expected) / expected).abs().max() < 1e-6
+
+
 def test_relu2_keeps_nan_in_its_element(device: str) -> None:
     x = torch.tensor([-torch.inf, -1.0, -0.0, torch.nan, 2.0, torch.inf], device=device)
     assert ops.relu2(x).nan_to_num(7.0, posinf=9.0).tolist() == [0.0, 0.0, 0.0, 7.0, 4.0, 9.0]
@@ -143,6 +172,22 @@ def test_gelu_errors_name_the_factor(x: Tensor, factor: Tensor) -> None:
 def test_errors_of_relu2_name_x(x: Tensor) -> None:
     with pytest.raises(RuntimeError, match=r"^relu2: x\b"):
         ops.relu2(x)
+
+
+@pytest.mark.parametrize(
+    ("x", "arguments", "message"),
+    [
+        (torch.zeros(2, 8).int(), (1.0, 1.0), r"x must be"),
+        (torch.zeros(2, 16)[:, :8], (1.0, 1.0), r"x must be"),
+        (torch.zeros(2, 8), (1e39, 1.0), r"positive must be finite in fp32, got 1e\+39"),
+        (torch.zeros(2, 8), (1.0, float("nan")), r"negative must be finite in fp32, got nan"),
+        (torch.zeros(2, 8), (1.0, 1.0, float("inf")), r"beta must be finite in fp32, got inf"),
+        (torch.zeros(2, 8), (1.0, 1.0, 0.5, 1e-6), r"eps must be in -1 .. 0, got 1e-06"),
+    ],
+)
+def test_errors_of_xielu(x: Tensor, arguments: tuple[float, ...], message: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"^xielu: {message}"):
+        ops.xielu(x, *arguments)
 
 
 @pytest.mark.parametrize("operator", [ops.silu_and_mul, ops.gelu_and_mul, ops.clamped_swiglu])

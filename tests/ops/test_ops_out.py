@@ -83,6 +83,7 @@ REPLACEABLE = {
     "layer_norm": {"x"},
     "gelu": {"x"},
     "relu2": {"x"},
+    "xielu": {"x"},
     "embedding": {"residual"},
     "gemm": {"residual"},
     "int8_gemm": {"residual"},

@@ -51,6 +51,8 @@ FAMILIES = [
     "qwen3-next",
     "olmo-hybrid",
     "lfm2-biases",
+    "apertus",
+    "nemotron-h-latent",
     "nemotron-h-dense",
     "falcon-h1",
     "deepseek-v3",

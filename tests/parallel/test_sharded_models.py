@@ -49,6 +49,8 @@ DIVIDED = [
     "lfm3",
     "granite-hybrid",
     "granite-hybrid-dense",
+    "apertus",
+    "nemotron-h-latent",
     "nemotron-h-dense",
     "falcon-h1",
     "deepseek-v2",

@@ -44,6 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon-h1": FALCON,
     "falcon-h1-norm": FALCON,
     "nemotron-h": NEMOTRON | {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96},
+    "nemotron-h-latent": NEMOTRON
+    | {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96, "moe_latent_size": 32},
     "nemotron-h-dense": NEMOTRON,
     "deepseek-v2": LATENT | {"q_lora_rank": None},
     "deepseek-v3": LATENT,
@@ -63,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4-moe": {"moe_intermediate_size": 64, "global_head_dim": 64},
     "hunyuan-moe": {},
     "nemotron": {},
+    "apertus": {},
     "olmo": {},
     "phi": {},
     "gpt-neox": {},
@@ -155,7 +158,7 @@ def test_input_scales_are_folded_where_they_belong(family: str, tmp_path: Path) 
     assert not any(torch.equal(before[name], after[name]) for name in norms)
 
 
-READ = ["qwen3.5", "lfm2", "granite-hybrid-dense", "nemotron-h-dense", "nemotron", "phi", "gpt-neox"]
+READ = ["qwen3.5", "lfm2", "granite-hybrid-dense", "nemotron-h-dense", "nemotron", "apertus", "phi", "gpt-neox"]
 
 
 @pytest.mark.parametrize("family", READ)

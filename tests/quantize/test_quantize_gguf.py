@@ -31,6 +31,7 @@ FAMILIES = (
     "gemma2-plain",
     "gemma3-plain",
     "smollm3",
+    "apertus-plain",
     "arcee-plain",
     "seed-oss-plain",
     "ernie4.5",

@@ -163,6 +163,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("SeedOss", HEADS | {"mlp_bias": True}),
     "seed-oss-plain": ("SeedOss", HEADS),
     "seed-oss-biases": ("SeedOss", HEADS | {"attention_bias": False, "attention_out_bias": True}),
+    "apertus": ("Apertus", {"head_dim": 32, "rope_parameters": LLAMA3, "attention_bias": True}),
+    # As GGUF files can say it.
+    "apertus-plain": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "arcee": ("Arcee", {"rope_parameters": YARN}),
     "arcee-plain": ("Arcee", HEADS),
     "arcee-biases": ("Arcee", HEADS | {"attention_bias": True, "mlp_bias": True}),
@@ -604,6 +607,7 @@ NEMOTRON_H = {
 }
 FAMILIES |= {
     "nemotron-h": ("NemotronH", NEMOTRON_H),
+    "nemotron-h-latent": ("NemotronH", NEMOTRON_H | {"moe_latent_size": 40}),
     "nemotron-h-dense": (
         "NemotronH",
         NEMOTRON_H
@@ -621,6 +625,12 @@ FAMILIES |= {
         "NemotronH",
         NEMOTRON_H
         | {"time_step_min": 1e-6}
+        | {"layers_block_type": [kind.replace("mlp", "moe") for kind in NEMOTRON_H["layers_block_type"]]},
+    ),
+    "nemotron-h-moe-latent": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"time_step_min": 1e-6, "moe_latent_size": 24}
         | {"layers_block_type": [kind.replace("mlp", "moe") for kind in NEMOTRON_H["layers_block_type"]]},
     ),
 }

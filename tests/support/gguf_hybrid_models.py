@@ -31,6 +31,8 @@ def write_nemotron_h_config(writer: gguf.GGUFWriter, config: Any) -> None:
     sizes = config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads
     _write_mamba2(writer, *sizes, config.mamba_num_heads * config.mamba_head_dim)
     if has_experts:
+        if config.moe_latent_size:
+            writer.add_moe_latent_size(config.moe_latent_size)
         writer.add_expert_count(config.n_routed_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "gemma3_text": ("gemma3", gguf.MODEL_ARCH.GEMMA3),
     "gemma4_text": ("gemma4", gguf.MODEL_ARCH.GEMMA4),
     "smollm3": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
+    "apertus": ("apertus", gguf.MODEL_ARCH.APERTUS),
     "arcee": ("arcee", gguf.MODEL_ARCH.ARCEE),
     "seed_oss": ("seed_oss", gguf.MODEL_ARCH.SEED_OSS),
     "ernie4_5": ("ernie4_5", gguf.MODEL_ARCH.ERNIE4_5),
@@ -151,6 +152,10 @@ def write_gguf(
     writer.add_block_count(num_blocks)
     names = gguf.get_tensor_name_map(table, num_blocks)
     tensors = dict(model.state_dict())
+    if architecture == "apertus":
+        for key in (gguf.Keys.xIELU.ALPHA_P, gguf.Keys.xIELU.ALPHA_N, gguf.Keys.xIELU.BETA, gguf.Keys.xIELU.EPS):
+            stored = [f"model.layers.{layer}.mlp.act_fn.{key.rpartition('.')[2]}" for layer in range(num_blocks)]
+            writer.add_array(key, [tensors.pop(name).item() for name in stored])
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     for name, values in tensors.items():

@@ -180,6 +180,7 @@ def elementwise_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "gelu_and_mul", (x, "none")
     yield "gelu", (x.half(), "tanh")
     yield "relu2", (x.half(),)
+    yield "xielu", (x.bfloat16(), 0.8, 1.3, 0.5, -1e-6)
     yield "softcap", (x.bfloat16(), 30.0)
     yield "clamped_swiglu", (x.bfloat16(),)
     yield "sigmoid_gate", (x.bfloat16(), torch.randn(5, 96).bfloat16()[:, 32:])

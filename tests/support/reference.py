@@ -49,6 +49,12 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x.double()).square()
 
 
+def xielu(x: Tensor, positive: float, negative: float, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+    x = x.double()
+    below = negative * (x.clamp(max=eps).expm1() - x)
+    return torch.where(x > 0, positive * x.square(), below) + beta * x
+
+
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
     return F.gelu(x.double(), approximate=approximate)
 

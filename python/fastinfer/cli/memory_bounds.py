@@ -191,7 +191,7 @@ class Weights:
                 self._include(each, share)
         elif isinstance(part, MixtureOfExperts):
             self._include((part.norm, part.router, part.choice_bias, part.shared))
-            self._include((part.router_norm, part.expert_scale, part.post_norm))
+            self._include((part.router_norm, part.expert_scale, part.post_norm, part.latents))
             experts = Weights()._include((part.gate_up, part.down), part.top_k / part.router.out_features)
             self._add(replace(experts, step_bytes=0, expert_bytes=experts.step_bytes))
         elif is_dataclass(part):

@@ -1,8 +1,24 @@
 """Activations that no product computes: without a gate, or with adapters, before gate and up are multiplied."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from fastinfer import ops
+
+
+@dataclass(frozen=True)
+class XIELU:
+    """Factors of an xIELU, which each layer learns for itself.
+
+    Attributes:
+        positive, negative, beta, eps: see :func:`fastinfer.ops.xielu`.
+    """
+
+    positive: float
+    negative: float
+    beta: float
+    eps: float
 
 
 def activation_and_mul(x: Tensor, activation: str) -> Tensor:
@@ -14,8 +30,10 @@ def activation_and_mul(x: Tensor, activation: str) -> Tensor:
     return ops.gelu_and_mul(x, approximation(activation))
 
 
-def plain_activation(x: Tensor, activation: str) -> Tensor:
-    """Apply an activation without a gate, ``"relu2"``, ``"gelu_tanh"`` or ``"gelu"``."""
+def plain_activation(x: Tensor, activation: str | XIELU) -> Tensor:
+    """Apply an activation without a gate, ``"relu2"``, ``"gelu_tanh"``, ``"gelu"`` or an xIELU."""
+    if isinstance(activation, XIELU):
+        return ops.xielu(x, activation.positive, activation.negative, activation.beta, activation.eps)
     return ops.relu2(x) if activation == "relu2" else ops.gelu(x, approximation(activation))
 
 

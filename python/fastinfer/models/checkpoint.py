@@ -4,8 +4,10 @@ A layer has ``layers.3.q_proj`` (``k_``, ``v_``, ``o_``), ``layers.3.gate_proj``
 ``layers.3.attention_norm``, ``layers.3.mlp_norm``, ``layers.3.post_attention_norm``, ``layers.3.post_mlp_norm``,
 ``layers.3.q_norm``, ``layers.3.k_norm``, ``layers.3.sinks``, ``layers.3.router``, ``layers.3.router_bias`` (of the
 choice), ``layers.3.experts.5.gate_proj``, ``layers.3.shared_expert.gate_proj``, ``layers.3.shared_expert_gate`` and,
-for a gate of attention's output, ``layers.3.output_gate``. A layer with linear attention has ``layers.3.in_proj_qkv``
-(``_z``, ``_a``, ``_b``), ``layers.3.conv1d``, ``layers.3.A_log``, ``layers.3.dt_bias``, ``layers.3.gated_norm`` and
+for a gate of attention's output, ``layers.3.output_gate``. Experts of projected hidden states have
+``layers.3.experts_input`` and ``layers.3.experts_output``. An MLP with xIELU has ``layers.3.xielu_alpha_p``
+(``_alpha_n``, ``_beta``, ``_eps``). A layer with linear attention has ``layers.3.in_proj_qkv`` (``_z``, ``_a``,
+``_b``), ``layers.3.conv1d``, ``layers.3.A_log``, ``layers.3.dt_bias``, ``layers.3.gated_norm`` and
 ``layers.3.out_proj``; one with a short convolution has ``layers.3.in_proj``, ``layers.3.conv1d`` and
 ``layers.3.out_proj``; a Mamba-2 layer also has ``layers.3.A_log``, ``layers.3.D``, ``layers.3.dt_bias`` and
 ``layers.3.gated_norm``. One with latent attention has ``layers.3.q_a_proj``, ``layers.3.q_a_norm``,
@@ -29,9 +31,14 @@ from fastinfer.models.state_config import LinearAttentionConfig
 
 # Matrices of which single rows are read. No operator does that with a look-up table's indices.
 LOOKED_UP = ("embedding", "selector_predecessor", "selector_successor", "markov_w1")
+# Factors of an xIELU, each of them a vector of one element.
+XIELU_PARAMETERS = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
 # Parts of the MLP, which some files store as a layer of its own.
 MLP_PARTS = frozenset(
-    ("mlp_norm", "gate_proj", "up_proj", "down_proj", "router", "router_bias", "experts", "shared_expert")
+    (
+        *("mlp_norm", "gate_proj", "up_proj", "down_proj", "router", "router_bias", "experts", "shared_expert"),
+        *("experts_input", "experts_output"),
+    )
 )
 
 

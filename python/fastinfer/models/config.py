@@ -170,7 +170,8 @@ class ModelConfig:
         stored_layers: for each layer, the file's layer with its attention or state, and the one with its MLP, ``None``
             for no MLP, where these are not the same; empty if they are. If two layers have their attention or state in
             the same one, they have the same input, see :meth:`is_parallel`.
-        activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; without a gate also ``"relu2"``.
+        activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; without a gate also ``"relu2"`` or
+            ``"xielu"``.
         gated: whether the MLP multiplies the activated gate by a second projection.
         norm: ``"rms_norm"`` or ``"layer_norm"``.
         norm_bias: whether LayerNorms have a bias.
@@ -205,6 +206,8 @@ class ModelConfig:
         logits_scale: factor of the logits.
         num_experts: number of experts per layer, 0 for a model without experts.
         experts_per_token: number of experts chosen for each token.
+        expert_latent_size: number of inputs and outputs of an expert, where those are projections of the hidden states;
+            0 if experts read and write hidden states.
         router: how they are chosen.
         dense_layers: the layers of a model with experts that have an MLP instead.
         mlp_beside_experts: whether layers with experts have an MLP of ``dense_intermediate_size``, too, and the router
@@ -291,6 +294,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     num_experts: int = 0
     experts_per_token: int = 0
+    expert_latent_size: int = 0
     router: RouterConfig = field(default_factory=RouterConfig)
     dense_layers: frozenset[int] = frozenset()
     mlp_beside_experts: bool = False
@@ -432,6 +436,11 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts instead of an MLP."""
         return self.num_experts > 0 and self.has_mlp(layer) and layer not in self.dense_layers
+
+    @property
+    def expert_width(self) -> int:
+        """Number of inputs and of outputs of an expert."""
+        return self.expert_latent_size or self.hidden_size
 
     def mlp_size(self, layer: int) -> int:
         """Return the width of a layer's MLP, or of each of its experts."""

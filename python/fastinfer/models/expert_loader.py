@@ -6,8 +6,9 @@ from fastinfer.errors import UnsupportedModelError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.gate_up_loader import input_names, read_gate_up_bias, read_input
 from fastinfer.models.layer_reader import LayerReader
-from fastinfer.models.moe import MixtureOfExperts, SharedExpert
+from fastinfer.models.moe import ExpertLatents, MixtureOfExperts, SharedExpert
 from fastinfer.models.norm import Norm, RMSNorm, factor_norm
+from fastinfer.weights.weight import Weight
 
 # Limits of fastinfer.ops.route_experts.
 MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, MAX_EXPERT_GROUPS = 1024, 32, 32
@@ -44,20 +45,20 @@ def load_mixture(reader: LayerReader, layer: str, norm: Norm, post_norm: RMSNorm
         assert post_norm is None
         post_norm = factor_norm(config.experts_scale, config.hidden_size, reader.device)
     experts = [f"{layer}.experts.{index}" for index in reader.own_experts()]
-    shape = hidden, inner = config.hidden_size, config.intermediate_size
+    shape = width, inner = config.expert_width, config.intermediate_size
     router = checkpoint.linear(f"{layer}.router", config.num_experts, config.hidden_size)
     router_bias = gate_up_bias = down_bias = None
     if config.mlp_bias:
         router_bias = reader.vector(f"{layer}.router.bias", config.num_experts)
         gate_up_bias = torch.stack([read_gate_up_bias(reader, expert, inner) for expert in experts])
-        down_bias = torch.stack([reader.vector(f"{expert}.down_proj.bias", hidden) for expert in experts])
+        down_bias = torch.stack([reader.vector(f"{expert}.down_proj.bias", width) for expert in experts])
     return MixtureOfExperts(
         norm=norm,
         # A small error could make the router choose another expert, so its input is not quantised.
         router=reader.make(router, 32, router_bias),
         gate_up=reader.experts(
             [tuple(f"{expert}.{name}" for name in input_names(config)) for expert in experts],
-            [read_input(reader, expert, inner) for expert in experts],
+            [read_input(reader, expert, inner, width) for expert in experts],
             gate_up_bias,
         ),
         down=reader.experts(
@@ -70,9 +71,21 @@ def load_mixture(reader: LayerReader, layer: str, norm: Norm, post_norm: RMSNorm
         activation=config.activation,
         choice_bias=reader.vector(f"{layer}.router_bias", config.num_experts) if config.router.has_bias else None,
         shared=_shared_expert(reader, layer) if config.shared_intermediate_size else None,
+        latents=_expert_latents(reader, layer) if config.expert_latent_size else None,
         post_norm=post_norm,
         gated=config.gated,
         experts_device=reader.experts_device,
+    )
+
+
+def _expert_latents(reader: LayerReader, layer: str) -> ExpertLatents:
+    hidden, width = reader.config.hidden_size, reader.config.expert_latent_size
+
+    def weight(name: str, out_features: int, in_features: int) -> Weight:
+        return reader.weight((name,), reader.checkpoint.linear(name, out_features, in_features), None)
+
+    return ExpertLatents(
+        weight(f"{layer}.experts_input", width, hidden), weight(f"{layer}.experts_output", hidden, width)
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fastinfer.models.checkpoint import XIELU_PARAMETERS
 from fastinfer.models.structure import (
     AFMOE,
     AXK1,
@@ -421,7 +422,6 @@ MISSING = {
     "KimiLinearForCausalLM": _CHANNEL_GATES,
     "MistralLarge4ForConditionalGeneration": "attention to chosen tokens, and latents that layers share",
     "PaliGemmaForConditionalGeneration": "attention in both directions within a prompt",
-    "ApertusForCausalLM": "the activation xIELU",
     **dict.fromkeys(("PhimoeForCausalLM", "PhiMoEForCausalLM"), "the choice of experts by SparseMixer"),
     "Kolibri1ForCausalLM": "experts that are chosen by their logits and a bias before the sigmoid",
     "LagunaForCausalLM": "gates of attention by softplus, and layers with different numbers of query heads",
@@ -473,6 +473,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "SeedOssForCausalLM": Family(
         defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True, "attention_out_bias": False}
+    ),
+    "ApertusForCausalLM": Family(
+        _LAYER
+        | {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
+        | {name: f"mlp.act_fn.{name.removeprefix('xielu_')}" for name in XIELU_PARAMETERS},
+        structure=HEAD_NORMS,
+        activation="xielu",
+        gated=False,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 12e6},
+        fixed={"mlp_bias": False},
     ),
     "ArceeForCausalLM": Family(activation="relu2", gated=False, defaults={"rms_norm_eps": 1e-5}),
     "Ernie4_5ForCausalLM": Family(
@@ -969,7 +979,8 @@ FAMILIES: dict[str, Family] = {
         # A layer of the file has one norm, and attention, Mamba-2, an MLP or experts.
         {name: stored.replace("self_attn.", "mixer.").replace("mlp.", "mixer.") for name, stored in _LAYER.items()}
         | {name: stored.replace("mamba.", "mixer.") for name, stored in _MAMBA_LAYER.items()}
-        | {"attention_norm": "norm", "mlp_norm": "norm"},
+        | {"attention_norm": "norm", "mlp_norm": "norm"}
+        | {"experts_input": "mixer.fc1_latent_proj", "experts_output": "mixer.fc2_latent_proj"},
         top=_TOP | {"embedding": "model.embeddings", "norm": "model.norm_f"},
         structure=NEMOTRON_H,
         # Names that files of other programs have, and that come first in transformers.

@@ -14,9 +14,10 @@ from fastinfer.ops.pack import TILE_ROWS, interleave_gate_up
 GATE_UP = ("gate_proj", "up_proj")
 
 
-def read_gate_up(reader: LayerReader, owner: str, inner: int) -> Unpacked:
-    """Read gate and up of a layer or an expert, and interleave their rows."""
-    gate, up = (reader.checkpoint.linear(f"{owner}.{name}", inner, reader.config.hidden_size) for name in GATE_UP)
+def read_gate_up(reader: LayerReader, owner: str, inner: int, width: int | None = None) -> Unpacked:
+    """Read gate and up of a layer or an expert, and interleave their rows; see :func:`read_input`."""
+    width = width or reader.config.hidden_size
+    gate, up = (reader.checkpoint.linear(f"{owner}.{name}", inner, width) for name in GATE_UP)
     parts: Sequence[Unpacked] | None = (gate, up)
     if not gate.fits(up):
         parts = in_one_form([part.unpack() if isinstance(part, GGUFRows) else part for part in (gate, up)])
@@ -38,11 +39,11 @@ def input_names(config: ModelConfig) -> tuple[str, ...]:
     return GATE_UP if config.gated else GATE_UP[1:]
 
 
-def read_input(reader: LayerReader, owner: str, inner: int) -> Unpacked:
-    """Read gate and up of an expert, or up alone."""
+def read_input(reader: LayerReader, owner: str, inner: int, width: int | None = None) -> Unpacked:
+    """Read gate and up of an expert, or up alone; ``width`` is its number of inputs, the hidden size if ``None``."""
     if reader.config.gated:
-        return read_gate_up(reader, owner, inner)
-    return reader.checkpoint.linear(f"{owner}.up_proj", inner, reader.config.hidden_size)
+        return read_gate_up(reader, owner, inner, width)
+    return reader.checkpoint.linear(f"{owner}.up_proj", inner, width or reader.config.hidden_size)
 
 
 def _interleave(gate: Unpacked, up: Unpacked) -> Unpacked:

@@ -141,6 +141,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "eagle3": Architecture(permuted=True, names={"feature_norm": "attn_norm_2", "fc": "fc"}),
     "dflash": Architecture(HEAD_NORMS, names=_DFLASH),
     "smollm3": Architecture(permuted=True, no_rope_period=4),
+    "apertus": Architecture(HEAD_NORMS, activation="xielu", gated=False),
     "arcee": Architecture(permuted=True, activation="relu2", gated=False),
     "seed_oss": Architecture(mlp_norm="post_attention_norm"),
     "ernie4_5": Architecture(INTERLEAVED),

@@ -14,6 +14,7 @@ from fastinfer.formats.gguf_unpack import packed_bytes, read_rows, unpack_rows
 from fastinfer.formats.unpacked import Dense, Int8, Lut, Unpacked
 from fastinfer.models.checkpoint import (
     LOOKED_UP,
+    XIELU_PARAMETERS,
     ModelPart,
     decoder_layers,
     expert_index,
@@ -25,6 +26,7 @@ from fastinfer.models.checkpoint import (
 )
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.models.gguf_fields import xielu_parameter
 from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.ops.pack import TILE_ROWS
 
@@ -75,6 +77,8 @@ _LAYER = {
     "per_layer_projection": "proj",
     "post_per_layer_norm": "post_norm",
     "shared_expert_gate": "ffn_gate_inp_shexp",
+    "experts_input": "ffn_latent_down",
+    "experts_output": "ffn_latent_up",
     "in_proj_qkv": "attn_qkv",
     "in_proj_z": "attn_gate",
     "in_proj_a": "ssm_alpha",
@@ -170,6 +174,8 @@ class GGUFCheckpoint:
     def vector(self, name: str, size: int) -> Tensor:
         is_bias, matrix = name.endswith(".bias"), name.removesuffix(".bias")
         part = name.rpartition(".")[2]
+        if part in XIELU_PARAMETERS:  # which are metadata
+            return torch.tensor([xielu_parameter(self.file, part, split_name(name)[0], self.config.num_layers)])
         suffixes = {**_SUFFIXES, **ARCHITECTURES[self.config.architecture].suffixes}
         stored = self._stored(matrix) + (".bias" if is_bias else suffixes.get(part, ".weight"))
         tensor = self._get(stored)

@@ -147,6 +147,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         experts_per_token=file.get(f"{architecture}.expert_used_count", int, minimum=1, maximum=num_experts)
         if num_experts
         else 0,
+        expert_latent_size=size("moe_latent_size", 0) if num_experts else 0,
         router=router(file, architecture),
         dense_layers=dense,
         shared_expert_gate=family.shared_expert_gate,

@@ -37,6 +37,23 @@ def windows_by_layer(file: GGUFFile, architecture: str) -> tuple[int, ...]:
     return tuple(window if flag else 0 for flag in flags.tolist())
 
 
+def xielu_parameter(file: GGUFFile, name: str, layer: int, num_layers: int) -> float:
+    """Return a factor of a layer's xIELU, by its name in :data:`fastinfer.models.checkpoint.XIELU_PARAMETERS`.
+
+    Raises:
+        GGUFFormatError: the key is missing, or has another number of values than one for all layers or for each.
+    """
+    key = name.replace("_", ".", 1)
+    values = file.metadata.get(key)
+    if not isinstance(values, np.ndarray):
+        return file.get(key, float)
+    if len(values) != num_layers or values.dtype.kind != "f":
+        raise GGUFFormatError(
+            f"{file.path}: {key}: expected {num_layers} numbers, one for each layer, got {values.tolist()!r:.80}"
+        )
+    return float(values[layer])
+
+
 def check_length(file: GGUFFile, architecture: str, key: str, values: np.ndarray) -> None:
     """Refuse a list that does not have a value for each layer; it may leave out those of multi-token prediction."""
     count = file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)

@@ -4,7 +4,7 @@ As in ``config.json``, a layer of the file has one part. It is attention in a la
 experts in one with a feed-forward length, and Mamba-2 in one with neither.
 """
 
-from fastinfer.errors import GGUFFormatError, UnsupportedModelError
+from fastinfer.errors import GGUFFormatError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.gguf_fields import sizes_by_layer
 from fastinfer.models.stored_layers import StoredLayers, joined_layers
@@ -20,11 +20,8 @@ def nemotron_h_layers(
 
     Raises:
         GGUFFormatError: the sizes contradict each other.
-        UnsupportedModelError: the order of the parts or the experts' inputs are not implemented.
+        UnsupportedModelError: the order of the parts is not implemented.
     """
-    latent = f"{architecture}.moe_latent_size"
-    if latent in file.metadata:
-        raise UnsupportedModelError(f"{file.path}: {latent} is not implemented")
     found = {}
     for key in ("attention.head_count_kv", "feed_forward_length"):
         found[key] = sizes_by_layer(file, architecture, key, minimum=0)[:num_blocks]

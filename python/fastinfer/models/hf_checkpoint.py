@@ -19,6 +19,7 @@ from fastinfer.formats.text_fields import text_fields
 from fastinfer.formats.unpacked import Dense, Lut, Unpacked, concatenate
 from fastinfer.models.checkpoint import (
     LOOKED_UP,
+    XIELU_PARAMETERS,
     ModelPart,
     check_draft_tokens,
     decoder_layers,
@@ -38,7 +39,10 @@ D2T = "d2t"
 # Where Model Optimizer keeps the settings of a checkpoint without a ``quantization_config``.
 MODELOPT_CONFIG = "hf_quant_config.json"
 # Vectors that are no module's weight or bias.
-PARAMETERS = ("sinks", "router_bias", "A_log", "D", "dt_bias", "layer_scale", "router_scale", "expert_scale")
+PARAMETERS = (
+    *("sinks", "router_bias", "A_log", "D", "dt_bias", "layer_scale", "router_scale", "expert_scale"),
+    *XIELU_PARAMETERS,
+)
 # Beginnings of the names of matrices that methods quantise.
 LINEAR = ("layers.", "lm_head", "fc", "selector_hidden", "markov_w2")
 # Names of a matrix in the methods.
@@ -156,6 +160,8 @@ class HFCheckpoint:
             values = values[rows[0]]
         if part == "router_bias" and len(values) == 1:
             values = values[0]  # ERNIE's has a dimension more, for groups of experts
+        elif part in XIELU_PARAMETERS:
+            values = values.view(-1)  # some are numbers without a dimension
         if values.shape != (size,):
             raise CheckpointFormatError(
                 f"{self.path}: tensor {stored!r} must have the shape {[size]}, got {list(values.shape)}"

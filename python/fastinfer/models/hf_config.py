@@ -23,7 +23,10 @@ from fastinfer.models.state_config import StateConfig
 from fastinfer.models.structure import FALCON_H1, NEMOTRON_H
 
 # Families that scale rotations where their files do not say how.
-_SCALED = ("Ministral3ForCausalLM", "Mistral4ForCausalLM", "GptOssForCausalLM", "CwmForCausalLM")
+_SCALED = (
+    *("ApertusForCausalLM", "CwmForCausalLM", "GptOssForCausalLM"),
+    *("Ministral3ForCausalLM", "Mistral4ForCausalLM"),
+)
 # Families whose files may have a rotary base for each layer.
 _ROPE_BY_LAYER = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
 

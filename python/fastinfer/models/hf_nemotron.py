@@ -5,10 +5,12 @@ attention or Mamba-2 before them.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from fastinfer.errors import CheckpointFormatError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.models.config import ModelConfig
 from fastinfer.models.hf_fields import Sizes, require
 from fastinfer.models.hf_states import FULL, MAMBA, Mamba2Names, mamba2
 from fastinfer.models.state_config import Mamba2Config
@@ -41,7 +43,6 @@ def prepare_nemotron_h(fields: JsonFields) -> StoredLayers:
         ("mamba_hidden_act", "silu"),
         ("attention_bias", False),
         ("mlp_bias", False),
-        ("moe_latent_size", None),
         ("sliding_window", None),
     ):
         require(fields, key, expected)
@@ -59,6 +60,12 @@ def prepare_nemotron_h(fields: JsonFields) -> StoredLayers:
     if not has_experts:
         fields.values |= dict.fromkeys(("n_routed_experts", "moe_intermediate_size", "n_group", "topk_group"))
     return layers
+
+
+def nemotron_h_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the width of the experts' inputs, which may be projections of hidden states."""
+    size = Sizes(fields)("moe_latent_size", 0) if config.num_experts else 0
+    return replace(config, expert_latent_size=size)
 
 
 def nemotron_h_mamba2(fields: JsonFields, size: Sizes) -> Mamba2Config:

@@ -14,7 +14,7 @@ from fastinfer.models.hf_gemma4 import gemma4_config, prepare_gemma4
 from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
 from fastinfer.models.hf_llama4 import llama4_config, prepare_llama4
 from fastinfer.models.hf_mimo import mimo_config, prepare_mimo
-from fastinfer.models.hf_nemotron import prepare_nemotron_h
+from fastinfer.models.hf_nemotron import nemotron_h_config, prepare_nemotron_h
 from fastinfer.models.hf_olmo_hybrid import olmo_hybrid_config, prepare_olmo_hybrid
 from fastinfer.models.hf_states import prepare_granite_hybrid
 from fastinfer.models.stored_layers import StoredLayers
@@ -93,6 +93,7 @@ _RENORMALIZED = Steps({"norm_topk_prob": True})
 
 STEPS: dict[str, Steps] = {
     "AfmoeForCausalLM": Steps(_NO_ATTENTION_BIAS, finish=afmoe_config),
+    "ApertusForCausalLM": Steps({"hidden_act": "xielu"}),
     "ArceeForCausalLM": Steps({"hidden_act": "relu2"}),
     # The activation of its experts, whatever the file says.
     "AriaTextForCausalLM": Steps({"hidden_act": "silu", "mlp_bias": False}),
@@ -125,7 +126,7 @@ STEPS: dict[str, Steps] = {
     "MiniMaxM2ForCausalLM": Steps({"use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0}),
     "MuseGlimmerForConditionalGeneration": Steps(_NO_ATTENTION_BIAS, finish=muse_config),
     "NanoChatForCausalLM": Steps(finish=_nanochat_config),
-    "NemotronHForCausalLM": Steps(prepare=prepare_nemotron_h),
+    "NemotronHForCausalLM": Steps(prepare=prepare_nemotron_h, finish=nemotron_h_config),
     **dict.fromkeys(("OlmoForCausalLM", "OlmoeForCausalLM"), Steps({"clip_qkv": None})),
     "OlmoHybridForCausalLM": Steps(prepare=prepare_olmo_hybrid, finish=olmo_hybrid_config),
     "PhiForCausalLM": Steps({"qk_layernorm": False, "tie_word_embeddings": False}),

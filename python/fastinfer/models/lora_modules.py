@@ -88,10 +88,10 @@ def _state_sizes(config: ModelConfig) -> Sizes:
 
 def _mlp_or_experts(config: ModelConfig, layer: int) -> Sizes:
     hidden = config.hidden_size
-    mlp = _mlp_sizes(config, config.mlp_size(layer))
     if not config.has_experts(layer):
-        return mlp
-    sizes = {"router": (hidden, config.num_experts)} | {f"experts.{name}": size for name, size in mlp.items()}
+        return _mlp_sizes(config, config.mlp_size(layer))
+    experts = _mlp_sizes(config, config.intermediate_size, config.expert_width)
+    sizes = {"router": (hidden, config.num_experts)} | {f"experts.{name}": size for name, size in experts.items()}
     if width := config.shared_intermediate_size:
         sizes |= {f"shared_expert.{name}": size for name, size in _mlp_sizes(config, width).items()}
     if config.shared_expert_gate:
@@ -101,6 +101,7 @@ def _mlp_or_experts(config: ModelConfig, layer: int) -> Sizes:
     return sizes
 
 
-def _mlp_sizes(config: ModelConfig, inner: int) -> Sizes:
-    gate = {"gate_proj": (config.hidden_size, inner)} if config.gated else {}
-    return gate | {"up_proj": (config.hidden_size, inner), "down_proj": (inner, config.hidden_size)}
+def _mlp_sizes(config: ModelConfig, inner: int, width: int | None = None) -> Sizes:
+    width = width or config.hidden_size
+    gate = {"gate_proj": (width, inner)} if config.gated else {}
+    return gate | {"up_proj": (width, inner), "down_proj": (inner, width)}

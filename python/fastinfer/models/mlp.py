@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastinfer.models.activation import activation_and_mul, plain_activation
+from fastinfer.models.activation import XIELU, activation_and_mul, plain_activation
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.norm import Norm, RMSNorm
@@ -45,7 +45,7 @@ class GatedMLP:
 
 @dataclass(frozen=True, eq=False)
 class PlainMLP:
-    """MLP without a gate, ``down(activation(up x))``, as in GPT-2 and Nemotron-H.
+    """MLP without a gate, ``down(activation(up x))``, as in GPT-2, Nemotron-H and Apertus.
 
     Attributes:
         norm: norm of the input.
@@ -57,7 +57,7 @@ class PlainMLP:
     norm: Norm
     up: Weight
     down: OutputProjection
-    activation: str
+    activation: str | XIELU
 
     def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
         x, options = self.norm.before_linear(x)

@@ -2,6 +2,11 @@
 
 from dataclasses import replace
 
+import torch
+
+from fastinfer.errors import UnsupportedModelError
+from fastinfer.models.activation import XIELU
+from fastinfer.models.checkpoint import XIELU_PARAMETERS
 from fastinfer.models.expert_loader import load_mixture
 from fastinfer.models.gate_up_loader import GATE_UP, read_gate_up, read_gate_up_bias
 from fastinfer.models.layer_reader import LayerReader
@@ -26,13 +31,30 @@ def load_mlp(reader: LayerReader, index: int) -> MLP | None:
         return load_mixture(reader, layer, norm, reader.post_norm(post_norm) if has_norm else None)
     down = reader.output(f"{layer}.down_proj", inner, config.mlp_bias, post_norm, reader.scale, factor)
     if not config.gated:
-        return PlainMLP(
-            norm, reader.concatenated({f"{layer}.up_proj": inner}, config.mlp_bias), down, config.activation
-        )
+        up = reader.concatenated({f"{layer}.up_proj": inner}, config.mlp_bias)
+        activation = read_xielu(reader, layer) if config.activation == "xielu" else config.activation
+        return PlainMLP(norm, up, down, activation)
     gate_up = read_gate_up(reader, layer, inner)
     bias = read_gate_up_bias(reader, layer, inner) if config.mlp_bias else None
     names = tuple(f"{layer}.{name}" for name in GATE_UP)
     return GatedMLP(norm, reader.weight(names, gate_up, bias), down, config.activation)
+
+
+def read_xielu(reader: LayerReader, layer: str) -> XIELU:
+    """Read the factors of a layer's activation, of which files have those before a softplus.
+
+    Raises:
+        UnsupportedModelError: a factor is not finite, or ``eps`` is not in -1 .. 0.
+    """
+    values = torch.cat([reader.checkpoint.vector(f"{layer}.{name}", 1) for name in XIELU_PARAMETERS])
+    alpha_p, alpha_n = torch.nn.functional.softplus(values[:2]).tolist()
+    beta, eps = values[2:].tolist()
+    if not values.isfinite().all() or not -1.0 <= eps <= 0.0:
+        raise UnsupportedModelError(
+            f"{reader.checkpoint.path}: {layer}: {', '.join(XIELU_PARAMETERS)}: expected finite numbers, of which the "
+            f"last one is in -1 .. 0, got {values.tolist()!r:.80}"
+        )
+    return XIELU(alpha_p, beta + alpha_n, beta, eps)
 
 
 def _mlp_beside_experts(reader: LayerReader, layer: str, norm: Norm, factor: float) -> MLPBesideExperts:

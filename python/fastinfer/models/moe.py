@@ -67,6 +67,19 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertLatents:
+    """Projections before and behind experts that compute on fewer elements than hidden states have.
+
+    Attributes:
+        input: [latent, hidden], projection of the experts' inputs.
+        output: [hidden, latent], projection of the weighted sum of their outputs.
+    """
+
+    input: Weight
+    output: Weight
+
+
+@dataclass(frozen=True, eq=False)
 class MixtureOfExperts:
     """Mixture of experts: the weighted sum of ``down_e(activation(gate_e x) * up_e x)`` over a token's chosen experts.
 
@@ -74,7 +87,8 @@ class MixtureOfExperts:
 
     It takes six kernel calls, which can be recorded as a graph: norm, router, routing, gate/up + activation, down,
     weighted sum + residual. A shared expert takes two more, or four with a gate. In a step with LoRA adapters, the
-    updates of gate and up are added before the activation, which is then a separate operator.
+    updates of gate and up are added before the activation, which is then a separate operator. With latents it takes two
+    more; the router and the shared expert read the hidden states.
 
     Attributes:
         norm: norm of the input.
@@ -87,6 +101,8 @@ class MixtureOfExperts:
         activation: activation of the gate or of up, as in :class:`SharedExpert`.
         choice_bias: [experts] fp32, takes part in the choice; or ``None``.
         shared: expert of all tokens, or ``None``.
+        latents: projections around the experts, or ``None``; ``gate_up`` and ``down`` then have the latents' width in
+            the place of ``hidden``.
         router_norm: norm of the router's input, if it is not that of the experts.
         expert_scale: [experts] fp32, factors of the experts' weights; or ``None``.
         post_norm: norm of the output, or a factor of it in the form of a norm; or ``None``.
@@ -104,6 +120,7 @@ class MixtureOfExperts:
     activation: str
     choice_bias: Tensor | None = None
     shared: SharedExpert | None = None
+    latents: ExpertLatents | None = None
     router_norm: RMSNorm | None = None
     expert_scale: Tensor | None = None
     post_norm: RMSNorm | None = None
@@ -121,6 +138,8 @@ class MixtureOfExperts:
         if self.routing.scales_inputs:  # and outputs are not: the second call gives weights of 1
             scaled = ops.combine_experts(x, routing.expert_weights, None)
             routing = self._route(logits, is_weighted=False)
+        if self.latents is not None:
+            scaled = self.latents.input.linear(scaled)
         away = self.experts_device
         inputs = (scaled, routing, lora) if away is None else moved((scaled, routing, lora), away)
         stream = residual if self.post_norm is None else None  # which is added behind the norm
@@ -130,7 +149,8 @@ class MixtureOfExperts:
         out = self._experts(*inputs)
         if away is not None:
             out = moved(out, str(x.device))
-        combined = self.down.combine(out, routing, addend, stream)
+        projection = None if self.latents is None else self.latents.output
+        combined = self.down.combine(out, routing, addend, stream, projection)
         return combined if self.post_norm is None else self.post_norm(combined, residual)
 
     def _route(self, logits: Tensor, *, is_weighted: bool = True) -> ops.Routing:

@@ -20,7 +20,16 @@ the argument's name, the expected value and the value that was passed.
 """
 
 from fastinfer.ops import _fakes  # noqa: F401  (registers shape functions)
-from fastinfer.ops.activation import clamped_swiglu, gelu, gelu_and_mul, relu2, sigmoid_gate, silu_and_mul, softcap
+from fastinfer.ops.activation import (
+    clamped_swiglu,
+    gelu,
+    gelu_and_mul,
+    relu2,
+    sigmoid_gate,
+    silu_and_mul,
+    softcap,
+    xielu,
+)
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
 from fastinfer.ops.constant import constant_weights
 from fastinfer.ops.embedding import embedding
@@ -146,4 +155,5 @@ __all__ = [
     "store_page_bounds",
     "supported",
     "w8a8_gemm",
+    "xielu",
 ]

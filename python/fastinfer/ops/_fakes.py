@@ -121,6 +121,11 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@fake("xielu")
+def _(x: Tensor, positive: float, negative: float, beta: float, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @fake("gelu")
 def _(x: Tensor, approximate: str, factor: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape)

@@ -1,4 +1,4 @@
-"""Gated activations, plain GELU, squared ReLU, sigmoid gates, and soft-capping of logits."""
+"""Gated activations, plain GELU, squared ReLU, xIELU, sigmoid gates, and soft-capping of logits."""
 
 from torch import Tensor
 
@@ -147,6 +147,41 @@ def relu2(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return into(out, ops.relu2, x)
     return ops.relu2.default(x)
+
+
+def xielu(
+    x: Tensor, positive: float, negative: float, beta: float = 0.5, eps: float = -1e-6, *, out: Tensor | None = None
+) -> Tensor:
+    """Compute xIELU, elementwise, an activation whose two sides have learned factors.
+
+    It is ``positive * x ** 2 + beta * x`` for x > 0, and ``negative * (expm1(min(x, eps)) - x) + beta * x`` elsewhere.
+
+    Args:
+        x: [..., d]; fp32, bf16 or fp16; contiguous.
+        positive: factor of the square, in models ``softplus(alpha_p)`` of a learned ``alpha_p``.
+        negative: factor of the other side, in models ``beta + softplus(alpha_n)``.
+        beta: slope at 0.
+        eps: largest argument of expm1, from -1 to 0.
+        out: receives the result; may be ``x``; see :mod:`fastinfer.ops`.
+
+    Returns:
+        Shape and dtype of ``x``; computed in fp32.
+
+    Raises:
+        RuntimeError: a dtype or stride does not fit, a factor is not finite in fp32, or ``eps`` is out of range.
+
+    Devices: CPU, CUDA.
+
+    Source: Huang and Schlag, 2024, https://arxiv.org/abs/2411.13010; with ``eps`` as in Apertus.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.xielu(torch.tensor([-1.0, 2.0]), 0.5, 2.0)
+    tensor([0.2358, 3.0000])
+    """
+    inference_only("xielu", "x", x)
+    if out is not None:
+        return into(out, ops.xielu, x, positive, negative, beta, eps)
+    return ops.xielu.default(x, positive, negative, beta, eps)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:

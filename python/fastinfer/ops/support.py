@@ -69,6 +69,7 @@ ON_BOTH = {
     "clamped_swiglu": ELEMENTWISE,
     "gelu": ELEMENTWISE,
     "relu2": ELEMENTWISE,
+    "xielu": ELEMENTWISE,
     "sigmoid_gate": ELEMENTWISE,
     "softcap": ELEMENTWISE,
     "embedding": ELEMENTWISE,

@@ -115,6 +115,10 @@ class Division:
         is_beside = config.mlp_beside_experts and config.has_experts(layer)
         return config.dense_intermediate_size if is_beside else config.mlp_size(layer)
 
+    def output_size(self, name: str) -> int:
+        """Return the number of outputs of an output projection."""
+        return self.config.expert_width if ".experts." in name else self.config.hidden_size
+
     def check(self) -> None:
         """Check that each rank gets a part.
 
@@ -125,6 +129,7 @@ class Division:
         sizes = (
             config.hidden_size,
             config.vocab_size,
+            0 if self.has_whole_experts else config.expert_latent_size,
             0 if self.has_whole_experts else config.intermediate_size,
             config.dense_intermediate_size,
             config.shared_intermediate_size,

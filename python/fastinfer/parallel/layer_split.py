@@ -103,5 +103,6 @@ def layer_cost(config: ModelConfig, layer: int) -> int:
         return attention
     if not config.has_experts(layer):
         return attention + matrices * hidden * config.mlp_size(layer)
-    experts = config.experts_per_token * config.intermediate_size + config.shared_intermediate_size
-    return attention + matrices * hidden * experts + hidden * config.num_experts
+    experts = config.experts_per_token * config.intermediate_size * config.expert_width
+    experts += config.shared_intermediate_size * hidden
+    return attention + matrices * experts + hidden * (config.num_experts + 2 * config.expert_latent_size)

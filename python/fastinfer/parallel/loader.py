@@ -116,7 +116,7 @@ class ShardedReader(LayerReader):
             return local
         in_widths = input_widths(self._division, name)
         assert in_widths is not None
-        return ShardedExperts(local, self._group, in_widths, self._widths(self.config.hidden_size))
+        return ShardedExperts(local, self._group, in_widths, self._widths(self._division.output_size(name)))
 
     def vocabulary(self, name: str, rows: int, width: int | None = None, columns: Tensor | None = None) -> Weight:
         widths = self._widths(rows)

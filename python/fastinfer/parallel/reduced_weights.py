@@ -59,8 +59,16 @@ class ReducedExperts(ExpertWeights):
         return self.reduction.own_residual(residual)
 
     def combine(
-        self, rows: Tensor, routing: ops.Routing, addend: Tensor | None, residual: Tensor | None = None
+        self,
+        rows: Tensor,
+        routing: ops.Routing,
+        addend: Tensor | None,
+        residual: Tensor | None = None,
+        projection: Weight | None = None,
     ) -> Tensor:
-        own = self.experts.start, self.experts.stop
-        part = ops.combine_experts(rows, routing.expert_weights, addend, routing.expert_ids, *own)
+        own = routing.expert_ids, self.experts.start, self.experts.stop
+        if projection is None:
+            part = ops.combine_experts(rows, routing.expert_weights, addend, *own)
+        else:  # of this rank's sum, so that the ranks exchange nothing more
+            part = projection.linear(ops.combine_experts(rows, routing.expert_weights, None, *own), residual=addend)
         return self.reduction(part, residual)

@@ -25,6 +25,7 @@ NAMES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "apertus": ("ApertusForCausalLM", "apertus"),
     "arcee": ("ArceeForCausalLM", "arcee"),
     "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
     "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
@@ -134,6 +135,8 @@ def _positions(config: ModelConfig) -> dict[str, Any]:
         values["partial_rotary_factor"] = share
     if config.rope_scaling.kind != "none":
         values["rope_scaling"] = _rope_scaling(config.rope_scaling)
+    elif config.architecture == "ApertusForCausalLM":
+        values["rope_scaling"] = {"rope_type": "default"}  # transformers takes another one otherwise
     if config.query_growth:
         growth = {"llama_4_scaling_beta": config.query_growth, "original_max_position_embeddings": config.query_length}
         values["rope_scaling"] = {**values.get("rope_scaling", {"rope_type": "default"}), **growth}

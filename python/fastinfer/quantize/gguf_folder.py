@@ -133,7 +133,7 @@ def _stored(read: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         if ".mlp_norm" in name and is_shared:
             continue  # attention's
         parts.setdefault(_stored_name(name, config), []).append(_stored_values(name, values, config))
-    return {name: torch.cat(values) for name, values in parts.items()}
+    return {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in parts.items()}
 
 
 def _stored_values(name: str, values: Tensor, config: ModelConfig) -> Tensor:
@@ -143,6 +143,8 @@ def _stored_values(name: str, values: Tensor, config: ModelConfig) -> Tensor:
         return values - FAMILIES[config.architecture].norm_offset
     if part == "conv1d":
         return values[:, None]
+    if part in ("xielu_beta", "xielu_eps"):
+        return values[0]
     if part == "out_proj" and isinstance(config.states, LinearAttentionConfig):
         return values[:, tiled_rows(config.states, config.states.value_dim)]
     return values

@@ -75,6 +75,7 @@ class Method:
         widths |= {config.mlp_size(layer) for layer in layers if config.has_mlp(layer)}
         latent = config.latent_attention
         optional = [config.shared_intermediate_size, config.dense_intermediate_size, config.per_layer_size]
+        optional.append(config.expert_latent_size)
         optional += [] if latent is None else [latent.query_rank]
         widths |= {size for size in optional if size}
         if self.group_size != -1 and not self.by_row:

@@ -14,6 +14,7 @@ from fastinfer.formats.unpacked import Dense, Grouped, Lut, Unpacked
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.pack import PackedTiles, packed_bits
+from fastinfer.weights.weight import Weight
 
 
 class ExpertWeights(ABC):
@@ -32,20 +33,28 @@ class ExpertWeights(ABC):
         return residual
 
     def combine(
-        self, rows: Tensor, routing: ops.Routing, addend: Tensor | None, residual: Tensor | None = None
+        self,
+        rows: Tensor,
+        routing: ops.Routing,
+        addend: Tensor | None,
+        residual: Tensor | None = None,
+        projection: Weight | None = None,
     ) -> Tensor:
         """Add up each token's rows of all experts, and the residual.
 
         Args:
-            rows: [tokens * top_k, hidden], result of :meth:`linear`.
+            rows: [tokens * top_k, width], result of :meth:`linear`.
             routing: experts of the tokens.
             addend: [tokens, hidden], ``own_residual(residual)`` and what else this process adds; ``None`` for nothing.
             residual: [tokens, hidden], the residual stream, which may become the result; ``None`` for none.
+            projection: [hidden, width], by which the sum is multiplied; ``None`` if ``width`` is ``hidden``.
 
         Returns:
             [tokens, hidden].
         """
-        return ops.combine_experts(rows, routing.expert_weights, addend)
+        if projection is None:
+            return ops.combine_experts(rows, routing.expert_weights, addend)
+        return projection.linear(ops.combine_experts(rows, routing.expert_weights, None), residual=addend)
 
 
 @dataclass(frozen=True, eq=False)
