@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from tokenizers import pre_tokenizers
@@ -79,6 +80,7 @@ def write_mmproj(
     is_old: bool = False,
     splits_qkv: bool | None = None,
     without: str = "",
+    other: dict[str, np.ndarray] | None = None,
 ) -> None:
     """Write the encoder.
 
@@ -90,6 +92,7 @@ def write_mmproj(
         is_old: whether the matrices of the MLPs have each other's name.
         splits_qkv: whether queries, keys and values are tensors of their own; ``None`` for what the converter does.
         without: name of a tensor to leave out.
+        other: tensors in place of the model's, or further ones.
     """
     config, vision = model.config, model.config.vision_config
     writer = gguf.GGUFWriter(path, "clip")
@@ -112,11 +115,13 @@ def write_mmproj(
             other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
             part = name.split(".")[3]
             name = name.replace(part, other[part])
-        if name == without:
+        if name == without or name in (other or {}):
             continue
         stored = _stored_kind(name, values, kind)
         data = gguf.quantize(values.contiguous().numpy(), stored)
         writer.add_tensor(name, data, raw_dtype=stored)
+    for name, values in (other or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
