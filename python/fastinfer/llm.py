@@ -85,6 +85,8 @@ class LLM:
             for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). ``"mtp"``
             drafts with the model's own layers for multi-token prediction. Draft heads: docs/draft-heads.md. Without any
             of these, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
+        mmproj: a GGUF file with the encoder of images for a model that is a GGUF file, or the name of one. ``None`` for
+            the only file beside the model that has "mmproj" in its name, if it is there and fits.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
             for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.
@@ -147,6 +149,7 @@ class LLM:
         kv_offloading_dir_size: float = 16.0,
         num_speculative_tokens: int = 0,
         draft_model: str | None = None,
+        mmproj: str | None = None,
         sparse_attention: int | None = None,
         max_loras: int = 0,
         max_cpu_loras: int | None = None,
@@ -211,6 +214,7 @@ class LLM:
         elif draft_model is not None:
             sources.append(partial(open_checkpoint, hub.resolve(draft_model), precision.exact))
         checkpoints = [source() for source in sources]
+        encoder = image_encoder_of(checkpoints[0], precision, device, None if mmproj is None else hub.resolve(mmproj))
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size, tensor_parallel_layout)
         if tensor_parallel_size > 1 and device != "cpu":
@@ -256,8 +260,8 @@ class LLM:
 
             if ranks is not None:
                 ranks.wait_until_ready()
-            identity = fingerprint(checkpoints, precision, size.max_model_len)
-            encoder = image_encoder_of(checkpoints[0], precision, device)
+            files = [] if encoder is None else encoder.files
+            identity = fingerprint(checkpoints, precision, size.max_model_len, files)
             # Shared weights stay in memory for the other replicas: sleep of level 2 would free nothing.
             reload = None if share is not None and share.weights else load_models
             if ranks is not None and device != "cpu":

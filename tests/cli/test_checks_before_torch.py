@@ -46,6 +46,8 @@ CASES = {
     "generate x --speculate 16": "--speculate: expected an integer in 0..15",
     "generate x --draft-model mtp": "--draft-model: expected --speculate of at least 1 with it, got none",
     "serve --model model --speculate 2 --draft-model /no/such.gguf": "model '/no/such.gguf'",
+    "generate x --model model --mmproj /no/such.gguf": "model '/no/such.gguf'",
+    "generate x --model model --mmproj binary.txt": "binary.txt: expected a GGUF file",
     "generate x --regex=": "regex must be",
     "generate x --json-schema list.json": "--json-schema: list.json: json must be a JSON schema",
     "generate x --json-schema nowhere.json": "--json-schema: nowhere.json: No such file",

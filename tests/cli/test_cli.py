@@ -167,6 +167,7 @@ def test_options_reach_the_model(llms: list[FakeLLM]) -> None:
 def test_more_options_reach_the_model(llms: list[FakeLLM], tmp_path: Path) -> None:
     options = (
         "--device cuda:1 --speculate 5 --draft-model mtp --kv-cache-dtype int8 --context 900 --max-num-seqs 3 "
+        "--mmproj v.gguf "
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3 --min-tokens 2 --stop END --stop ."
     )
     assert main(["generate", "Why?", *options.split()]) == 0
@@ -174,6 +175,7 @@ def test_more_options_reach_the_model(llms: list[FakeLLM], tmp_path: Path) -> No
         "device": "cuda:1",
         "num_speculative_tokens": 5,
         "draft_model": "mtp",
+        "mmproj": "v.gguf",
         "kv_cache_dtype": "int8",
         "max_model_len": 900,
         "max_num_seqs": 3,

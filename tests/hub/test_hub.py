@@ -474,6 +474,13 @@ def test_a_folder_with_a_model_in_several_files(tmp_path: Path) -> None:
         hub.resolve(tmp_path)
 
 
+def test_a_folder_with_a_model_and_its_image_encoders(tmp_path: Path) -> None:
+    for name in ("Model-Q4_K_M.gguf", "mmproj-F16.gguf", "Model.MMPROJ-Q8_0.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert hub.resolve(tmp_path) == tmp_path / "Model-Q4_K_M.gguf"
+    assert hub.resolve(tmp_path / "mmproj-F16.gguf") == tmp_path / "mmproj-F16.gguf"
+
+
 def test_all_files_of_a_model_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

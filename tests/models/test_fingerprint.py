@@ -18,9 +18,15 @@ from fastinfer.ops import RopeScaling
 PRECISION = Precision.of("auto")
 
 
-def of(*paths: Path, config: ModelConfig = CONFIG, precision: Precision = PRECISION, length: int | None = None) -> str:
+def of(
+    *paths: Path,
+    config: ModelConfig = CONFIG,
+    precision: Precision = PRECISION,
+    length: int | None = None,
+    files: tuple[Path, ...] = (),
+) -> str:
     checkpoints: list[Any] = [SimpleNamespace(files=files_of(path), config=config) for path in paths]
-    return fingerprint(checkpoints, precision, length)
+    return fingerprint(checkpoints, precision, length, files)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -57,6 +63,7 @@ def test_everything_that_changes_the_numbers_counts(tmp_path: Path) -> None:
     assert of(file, precision=Precision.of("float32")) != known
     assert of(file, config=replace(CONFIG, norm_eps=1e-6)) != known
     assert of(file, length=100) == known
+    assert of(file, files=(write(tmp_path / "mmproj.gguf", b"x" * 9),)) != known
 
 
 def test_of_the_length_only_the_factors_of_the_rotations_count(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Writes a model of transformers as a GGUF file, as the usual converter does."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ ARCHITECTURES = {
     "granite": ("granite", gguf.MODEL_ARCH.GRANITE),
     "granitemoe": ("granitemoe", gguf.MODEL_ARCH.GRANITE_MOE),
     "granitemoeshared": ("granitemoe", gguf.MODEL_ARCH.GRANITE_MOE),
+    "qwen2_5_vl_text": ("qwen2vl", gguf.MODEL_ARCH.QWEN2VL),
+    "qwen3_vl_text": ("qwen3vl", gguf.MODEL_ARCH.QWEN3VL),
+    "qwen3_vl_moe_text": ("qwen3vlmoe", gguf.MODEL_ARCH.QWEN3VLMOE),
     "qwen3_next": ("qwen3next", gguf.MODEL_ARCH.QWEN3NEXT),
     "qwen3_5_text": ("qwen35", gguf.MODEL_ARCH.QWEN35),
     "qwen3_5_moe_text": ("qwen35moe", gguf.MODEL_ARCH.QWEN35MOE),
@@ -112,6 +116,7 @@ def write_gguf(
     tokens: list[str] | None = None,
     nextn: list[dict[str, Tensor]] | None = None,
     name: str | None = None,
+    more: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> None:
     """Write the file.
 
@@ -126,6 +131,7 @@ def write_gguf(
             file without a tokenizer.
         nextn: tensors of the layers behind those that the configuration counts, which are for multi-token prediction.
         name: name of the architecture, where it is not the usual one of such a model.
+        more: function that writes the keys of the tokenizer, and others; ``None`` for none.
     """
     quantized = quantized or {}
     config = model.config
@@ -133,7 +139,9 @@ def write_gguf(
     architecture, table = ARCHITECTURES[config.model_type + with_experts]
     architecture = name or architecture
     writer = gguf.GGUFWriter(path, architecture)
-    if tokens is None:
+    if more is not None:
+        more(writer)
+    elif tokens is None:
         writer.add_tokenizer_model("none")
     else:
         writer.add_tokenizer_model("gpt2")
@@ -288,7 +296,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
         writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
-    if architecture.startswith("qwen35"):
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    elif architecture.startswith("qwen35"):
         pairs = int(config.head_dim * share) // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
     if architecture == "hy_v3":

@@ -1,6 +1,7 @@
 """Small random models of text and images, made by transformers, with images for them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,25 @@ PROCESSOR = {
 }
 
 
-def save_model(folder: Path, family: str, changes: dict[str, Any] | None = None) -> Any:
-    """Write a model in fp32 as a folder of safetensors; returns it."""
+def save_model(
+    folder: Path,
+    family: str,
+    changes: dict[str, Any] | None = None,
+    *,
+    vision_changes: dict[str, Any] | None = None,
+    prepare: Callable[[Any], None] | None = None,
+) -> Any:
+    """Write a model in fp32 as a folder of safetensors; returns it.
+
+    Args:
+        folder: the folder.
+        family: one of the ``FAMILIES``.
+        changes: changes of the text part's configuration.
+        vision_changes: changes of the encoder's configuration.
+        prepare: function that changes the weights before they are written.
+    """
     name, text, vision = FAMILIES[family]
-    text = text | (changes or {})
+    text, vision = text | (changes or {}), vision | (vision_changes or {})
     is_gemma = name == "Gemma3"
     if is_gemma:
         ids = {"image_token_index": IMAGE_ID, "boi_token_index": START_ID, "eoi_token_index": END_ID}
@@ -96,6 +112,8 @@ def save_model(folder: Path, family: str, changes: dict[str, Any] | None = None)
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1 or parameter_name.endswith("mm_input_projection_weight"):
                 parameter.add_(torch.randn_like(parameter) / 5)
+        if prepare is not None:
+            prepare(model)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(GEMMA_PROCESSOR if is_gemma else PROCESSOR))
     _write_tokenizer(folder, GEMMA_NAMES if is_gemma else NAMES, GEMMA_TEMPLATE if is_gemma else TEMPLATE)

@@ -54,13 +54,15 @@ def check_session(args: argparse.Namespace) -> None:
 
 
 def check_models(args: argparse.Namespace) -> None:
-    """Look up the model, and the draft model if there is one."""
+    """Look up the model, and the draft model and the image encoder if there are any."""
     draft_model = args.engine_options.get("draft_model")
     if draft_model is not None and not args.engine_options.get("num_speculative_tokens"):
         raise RequestError("--draft-model: expected --speculate of at least 1 with it, got none")
     hub.resolve(args.model)
     if draft_model not in (None, hub.MTP):
         hub.resolve(draft_model)
+    if (mmproj := args.engine_options.get("mmproj")) is not None:
+        hub.resolve(mmproj)
 
 
 def check_chat(args: argparse.Namespace) -> None:

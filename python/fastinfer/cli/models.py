@@ -33,6 +33,8 @@ def supported() -> dict[str, list[str]]:
     from fastinfer.models.hf_checkpoint import MLX_FAMILIES
     from fastinfer.models.hf_text_parts import TEXT_PARTS
     from fastinfer.models.image_encoder import FAMILIES as IMAGE_FAMILIES
+    from fastinfer.models.mmproj import ARCHITECTURES as IMAGE_ARCHITECTURES
+    from fastinfer.models.mmproj import PROJECTORS
     from fastinfer.tokenizers.gguf_tokenizer import READERS
     from fastinfer.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
@@ -40,6 +42,8 @@ def supported() -> dict[str, list[str]]:
         "Hugging Face architectures": [*FAMILIES, *TEXT_PARTS],
         "Hugging Face architectures with images": [name for name in FAMILIES if name in IMAGE_FAMILIES],
         "GGUF architectures": list(ARCHITECTURES),
+        "GGUF architectures with images": list(IMAGE_ARCHITECTURES),
+        "GGUF image encoders": list(PROJECTORS),
         "GGUF types": [type.name for type in SUPPORTED_TYPES],
         "GGUF tokenizers": list(READERS),
         "GGUF pre-tokenizers": list(PRE_TOKENIZERS),

@@ -112,6 +112,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         "multi-token prediction",
     )
     options.add_argument(
+        "--mmproj",
+        action=EngineOption,
+        metavar="FILE",
+        help="image encoder of a GGUF model, a .gguf file or org/repo/file.gguf; default: the only file beside the "
+        "model with mmproj in its name",
+    )
+    options.add_argument(
         "--sparse-attention",
         action=EngineOption,
         type=count(1),

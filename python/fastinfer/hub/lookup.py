@@ -9,7 +9,7 @@ from fastinfer.hub import hugging_face, registry, wheels
 from fastinfer.hub.suggestions import did_you_mean
 from fastinfer.utils.checks import check_path, show_path
 from fastinfer.utils.file_kind import HEAD_BYTES, kind_of_file
-from fastinfer.utils.gguf_names import shard_names
+from fastinfer.utils.gguf_names import is_mmproj, shard_names
 from fastinfer.utils.regular_file import open_regular
 
 # In place of a draft model's name: the model's own layers for multi-token prediction.
@@ -74,10 +74,13 @@ def pull(name: str, *, progress: bool = True) -> Path:
 
 
 def _model_of_folder(folder: Path) -> Path:
-    """Return a Hugging Face folder itself, or the GGUF file of any other folder, the first of a model that is split."""
+    """Return a Hugging Face folder itself, or the GGUF file of any other folder, the first of a model that is split.
+
+    Image encoders beside the model do not count.
+    """
     if (folder / "config.json").exists():
         return folder
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted(file for file in folder.glob("*.gguf") if not is_mmproj(file.name))
     if files and [file.name for file in files] in ([files[0].name], shard_names(files[0].name)):
         return _checked(files[0])
     found = f"{len(files)}: {', '.join(file.name for file in files)}" if files else "neither"

@@ -12,7 +12,9 @@ NUM_SAMPLES = 256
 SAMPLE_BYTES = 4096
 
 
-def fingerprint(checkpoints: List[Checkpoint], precision: Precision, max_model_len: int | None) -> str:
+def fingerprint(
+    checkpoints: List[Checkpoint], precision: Precision, max_model_len: int | None, files: List[Path] = ()
+) -> str:
     """Return the identity of models that are loaded from these checkpoints.
 
     Models with equal fingerprints compute the same. A checkpoint that was written anew has a new fingerprint even if
@@ -22,6 +24,7 @@ def fingerprint(checkpoints: List[Checkpoint], precision: Precision, max_model_l
         checkpoints: checkpoints of the model and of the draft model, if there is one.
         precision: precision in which they are loaded.
         max_model_len: longest sequence in tokens, on which the factors of some rotary tables depend.
+        files: further files, of which no checkpoint knows.
     """
     digest = hashlib.sha256(repr(precision).encode())
     for checkpoint in checkpoints:
@@ -30,6 +33,8 @@ def fingerprint(checkpoints: List[Checkpoint], precision: Precision, max_model_l
         digest.update(repr((config, factors)).encode())
         for file in checkpoint.files:
             digest.update(_identity(file))
+    for file in files:
+        digest.update(_identity(file))
     return digest.hexdigest()
 
 

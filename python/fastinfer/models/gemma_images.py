@@ -31,12 +31,7 @@ class GemmaFamily:
         check_equal(path, "text_config.hidden_size", fields.text_config.hidden_size, config.hidden_size)
         if getattr(processor, "do_pan_and_scan", False):
             raise UnsupportedModelError(f"{path.name}: do_pan_and_scan of the image processor must be false, got true")
-        window = min((window for window in config.windows if window), default=count)
-        if window < count or config.attention_softcap or config.attention_sinks:
-            raise UnsupportedModelError(
-                f"{path.name}: images need windows of at least {count} tokens and neither softcap nor sinks, "
-                f"got a window of {window} and a softcap of {config.attention_softcap}"
-            )
+        check_windows(path.name, config, count)
         vision.vision_use_head = False  # the decoder reads the patches alone
         tower = make_module(vision, dtype)
         owners = "model.vision_tower.", "vision_tower."
@@ -61,6 +56,7 @@ class GemmaImages:
         processor: from images to pixels.
         token_id: the token that stands for an image.
         count: number of tokens of an image.
+        token: spelling of the token that stands for an image.
     """
 
     tower: Any
@@ -68,9 +64,10 @@ class GemmaImages:
     processor: Any
     token_id: int
     count: int
+    token: str = TOKEN
 
     def rewrite(self, text: str) -> str:
-        return text.replace(BEGIN, f"\n\n{BEGIN}{TOKEN}{END}\n\n")
+        return text.replace(BEGIN, f"\n\n{BEGIN}{self.token}{END}\n\n")
 
     def num_tokens(self, image: Any) -> int:
         return self.count
@@ -80,3 +77,22 @@ class GemmaImages:
         pixels = inputs["pixel_values"].to(weight.device, weight.dtype)
         features = self.projector(self.tower(pixel_values=pixels).last_hidden_state)
         return EncodedImage(features=features.cpu(), digest=digest, num_positions=self.count, is_bidirectional=True)
+
+
+def check_windows(name: str, config: ModelConfig, count: int) -> None:
+    """Check that attention can see a whole image in both directions.
+
+    Args:
+        name: name of the file or folder, for messages.
+        config: configuration of the decoder.
+        count: number of tokens of an image.
+
+    Raises:
+        UnsupportedModelError: a window is shorter than an image, or attention has a softcap or sinks.
+    """
+    window = min((window for window in config.windows if window), default=count)
+    if window < count or config.attention_softcap or config.attention_sinks:
+        raise UnsupportedModelError(
+            f"{name}: images need windows of at least {count} tokens and neither softcap nor sinks, "
+            f"got a window of {window} and a softcap of {config.attention_softcap}"
+        )

@@ -30,6 +30,10 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         GGUFFormatError: a key is missing, or its value is out of range.
     """
     architecture = file.get("general.architecture", str)
+    if architecture == "clip":
+        raise UnsupportedModelError(
+            f"{file.path}: expected a model, got an image encoder, which goes with one as mmproj"
+        )
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{file.path}: architecture {architecture!r} is not implemented; supported are {', '.join(ARCHITECTURES)}"

@@ -1,4 +1,4 @@
-"""Encoders of images, whose modules and processors are those of transformers, loaded from the model's own folder."""
+"""Encoders of images, whose modules and processors are those of transformers."""
 
 import hashlib
 import threading
@@ -12,9 +12,11 @@ from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gemma_images import GemmaFamily
-from fastinfer.models.image_modules import ImageModules
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.image_modules import ImageFamily, ImageModules
 from fastinfer.models.image_tokens import EncodedImage
-from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, QwenFamily
+from fastinfer.models.mmproj import Mmproj, find_mmproj
+from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL
 from fastinfer.utils.forks import renew_in_children
 from fastinfer.utils.text import one_line
 
@@ -23,7 +25,7 @@ CACHE_BYTES = 2**29
 MISSING = "images need the packages transformers and pillow: install fastinfer[images]"
 
 
-FAMILIES: dict[str, QwenFamily | GemmaFamily] = {
+FAMILIES: dict[str, ImageFamily] = {
     "Gemma3ForConditionalGeneration": GemmaFamily(),
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
@@ -33,32 +35,61 @@ FAMILIES: dict[str, QwenFamily | GemmaFamily] = {
 }
 
 
-def image_encoder_of(checkpoint: Checkpoint, precision: Precision, device: str) -> "ImageEncoder | None":
-    """Return the encoder of a checkpoint's images, or ``None`` if its model has text alone or images of other kinds."""
-    family = FAMILIES.get(checkpoint.config.architecture)
-    if family is None or not checkpoint.path.is_dir():  # GGUF files of text models have no encoder
-        return None
-    return ImageEncoder(checkpoint.path, checkpoint.config, family, precision.dtype, device)
+def image_encoder_of(
+    checkpoint: Checkpoint, precision: Precision, device: str, mmproj: Path | None = None
+) -> "ImageEncoder | None":
+    """Return the encoder of a checkpoint's images, or ``None`` if its model has text alone or images of other kinds.
+
+    Args:
+        checkpoint: checkpoint of the model.
+        precision: precision of the model.
+        device: device that computes.
+        mmproj: GGUF file with the encoder of a GGUF model; ``None`` to look for one beside it.
+
+    Raises:
+        RequestError: there is such a file for a folder, which has its own encoder.
+        ModelNotFoundError, GGUFFormatError, UnsupportedModelError: the file does not fit the model, see
+            :class:`fastinfer.models.mmproj.Mmproj`.
+    """
+    config, dtype = checkpoint.config, precision.dtype
+    if isinstance(checkpoint, GGUFCheckpoint):
+        found = find_mmproj(checkpoint) if mmproj is None else Mmproj(mmproj, checkpoint)
+        return None if found is None else ImageEncoder(found.path, config, found, dtype, device, found.marker)
+    if mmproj is not None:
+        raise RequestError(f"mmproj needs a model that is a GGUF file, got {checkpoint.path}")
+    family = FAMILIES.get(config.architecture)
+    return None if family is None else ImageEncoder(checkpoint.path, config, family, dtype, device)
 
 
 class ImageEncoder:
-    """Encodes images for the decoder of the same checkpoint; may be called from several threads.
+    """Encodes images for a decoder; may be called from several threads.
 
     Nothing is loaded before the first image. Images are encoded one by one, so that the result does not depend on the
     others of a prompt.
 
     Args:
-        path: folder of the checkpoint.
+        path: folder of the checkpoint, or file of the encoder.
         config: configuration of the decoder.
         family: how the architecture has images.
         dtype: dtype in which the encoder computes.
         device: device that computes.
+        marker: what stands for an image in a conversation; ``None`` if the model's chat template writes it.
+
+    Attributes:
+        path, marker: see above.
     """
 
     def __init__(
-        self, path: Path, config: ModelConfig, family: QwenFamily | GemmaFamily, dtype: torch.dtype, device: str
+        self,
+        path: Path,
+        config: ModelConfig,
+        family: ImageFamily,
+        dtype: torch.dtype,
+        device: str,
+        marker: str | None = None,
     ) -> None:
-        self._path = path
+        self.path = path
+        self.marker = marker
         self._config = config
         self._family = family
         self._dtype = dtype
@@ -67,6 +98,11 @@ class ImageEncoder:
         self._cache: OrderedDict[tuple[str, bytes], EncodedImage] = OrderedDict()
         self._lock = threading.Lock()
         renew_in_children(self)
+
+    @property
+    def files(self) -> list[Path]:
+        """Paths of files that the model's checkpoint does not have."""
+        return [self.path] if self.path.is_file() else []
 
     def renew_after_fork(self) -> None:
         """Replace the lock, which another thread of the parent may have held."""
@@ -140,13 +176,13 @@ class ImageEncoder:
                 try:
                     import PIL  # noqa: F401
 
-                    self._loaded = self._family.read(self._path, self._config, self._dtype, self._device)
+                    self._loaded = self._family.read(self.path, self._config, self._dtype, self._device)
                 except FastinferError:
                     raise
                 except ImportError:
                     raise RequestError(MISSING) from None
                 except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                     # What transformers raises for files that it does not understand.
-                    reason = one_line(str(error).replace(str(self._path), self._path.name))
-                    raise CheckpointFormatError(f"{self._path.name}: images: {reason}") from None
+                    reason = one_line(str(error).replace(str(self.path), self.path.name))
+                    raise CheckpointFormatError(f"{self.path.name}: images: {reason}") from None
             return self._loaded

@@ -8,6 +8,7 @@ import torch
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.linear_tensors import DENSE_DTYPES
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
+from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_tokens import EncodedImage
 
 
@@ -33,6 +34,21 @@ class ImageModules(Protocol):
 
     def encode(self, image: Any, digest: bytes) -> EncodedImage:
         """Encode an image whose pixels have this digest."""
+        ...
+
+
+class ImageFamily(Protocol):
+    """How models of an architecture have images."""
+
+    def read(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: str) -> ImageModules:
+        """Load the modules of a checkpoint.
+
+        Args:
+            path: its path.
+            config: configuration of the decoder.
+            dtype: dtype in which the encoder computes.
+            device: device that computes.
+        """
         ...
 
 

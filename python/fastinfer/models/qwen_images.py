@@ -45,7 +45,7 @@ class QwenFamily:
             processor=processor,
             token_id=fields.image_token_id,
             merge_size=vision.spatial_merge_size,
-            rotary_axes=_rotary_axes(path, config.rotary_dim // 2, sections, self.interleaved),
+            rotary_axes=rotary_axes(path.name, config.rotary_dim // 2, sections, self.interleaved),
         )
 
 
@@ -89,12 +89,22 @@ class QwenImages:
         )
 
 
-def _rotary_axes(path: Path, count: int, sections: Any, interleaved: bool) -> Tensor:
-    """Return by which of time, row and column each frequency rotates."""
+def rotary_axes(name: str, count: int, sections: Any, interleaved: bool) -> Tensor:
+    """Return by which of time, row and column each frequency rotates.
+
+    Args:
+        name: name of the file or folder, for messages.
+        count: number of frequencies.
+        sections: how many of them rotate by each.
+        interleaved: see :class:`QwenFamily`.
+
+    Raises:
+        CheckpointFormatError: the sections are no three numbers that add up to the count.
+    """
     is_list = isinstance(sections, Sequence) and len(sections) == 3 and all(isinstance(n, int) for n in sections)
     if not is_list or min(sections) < 0 or sum(sections) != count:
         raise CheckpointFormatError(
-            f"{path.name}: mrope_section must be three numbers that add up to {count}, got {sections!r:.80}"
+            f"{name}: mrope_section must be three numbers that add up to {count}, got {sections!r:.80}"
         )
     if not interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(sections))

@@ -68,6 +68,21 @@ def is_image(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in TYPES
 
 
+def spell_images(messages: list[dict[str, Any]], marker: str) -> list[dict[str, Any]]:
+    """Return messages whose contents are texts, for a chat template that writes no images.
+
+    Args:
+        messages: messages whose images are ``{"type": "image"}``.
+        marker: what stands for an image.
+    """
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": "".join(marker if is_image(part) else part["text"] for part in message["content"])}
+        for message in messages
+    ]
+
+
 def place_images(
     encoder: ImageEncoder, token_ids: list[int], images: list[Any], max_model_len: int, cache_salt: str
 ) -> tuple[list[int], PromptImages]:

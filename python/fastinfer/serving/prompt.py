@@ -9,12 +9,13 @@ from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.errors import PromptTooLongError, RequestError
 from fastinfer.models.image_encoder import FAMILIES
+from fastinfer.models.mmproj import ARCHITECTURES
 from fastinfer.prompt_schema import ModularPrompt
-from fastinfer.serving.images import place_images, take_images
+from fastinfer.serving.images import place_images, spell_images, take_images
 from fastinfer.serving.literal_tokens import LiteralTokens
 from fastinfer.serving.modular_prompt import pieces_of
 from fastinfer.tokenizers.chat_messages import Message, normalize
-from fastinfer.tokenizers.chat_template import render
+from fastinfer.tokenizers.chat_template import render, writes_images
 from fastinfer.utils.checks import show
 
 # Text, a prompt of a schema, or a dictionary with either "prompt": str or "prompt_token_ids": list[int]. The dictionary
@@ -190,14 +191,20 @@ def prepare_chat(
     literals = LiteralTokens(tokenizer.control_pattern)
     hidden: Any = literals.hide(normalize(taken))
     if encoder is None and any(isinstance(message["content"], list) for message in hidden):
-        raise RequestError(f"messages: expected text alone, as images need a folder of {', '.join(FAMILIES)}, got one")
+        raise RequestError(
+            f"messages: expected text alone, as images need a folder of {', '.join(FAMILIES)}, or a GGUF model of "
+            f"{', '.join(ARCHITECTURES)} with an mmproj file, got one"
+        )
     names = literals.hide(names)  # descriptions of tools come from others, too
     if continue_final_message:
         names["add_generation_prompt"] = False
         if not isinstance(hidden[-1]["content"], str):
             raise RequestError("continue_final_message: the last message must have text alone, got an image")
         hidden[-1]["content"] += literals.end_mark
-    text = render(tokenizer.chat_template, hidden, **(names | spellings))
+    template, marker = tokenizer.chat_template, None if encoder is None else encoder.marker
+    if images and template is not None and marker is not None and not writes_images(template, marker):
+        hidden = spell_images(hidden, marker)
+    text = render(template, hidden, **(names | spellings))
     if continue_final_message:
         if literals.end_mark not in text:
             raise RequestError("continue_final_message: the model's chat template leaves out the last message")

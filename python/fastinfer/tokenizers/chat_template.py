@@ -85,6 +85,15 @@ def _reads_parts_alone(template: str) -> bool:
 
 
 @lru_cache
+def writes_images(template: str, marker: str) -> bool:
+    """Return whether a template writes a marker for an image in a user's content."""
+    names = {"tools": None, "documents": None, "bos_token": "", "eos_token": "", "add_generation_prompt": True}
+    content = [{"type": "image"}, {"type": "text", "text": _MARK}]
+    kind, text = _process.render(template, names | {"messages": [{"role": "user", "content": content}]})
+    return kind == "text" and marker in text and _MARK in text
+
+
+@lru_cache
 def _call_form(template: str) -> tuple[bool, bool]:
     """Return whether a message with tool calls has a content of ``None`` instead of "", and arguments as JSON text.
 

@@ -1,4 +1,4 @@
-"""Names of the files of a GGUF model that is split into several."""
+"""Names of GGUF files: those of a model that is split into several, and those of image encoders."""
 
 import re
 
@@ -15,3 +15,8 @@ def shard_names(name: str) -> list[str]:
     if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [name]
     return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
+
+
+def is_mmproj(name: str) -> bool:
+    """Return whether a file's name says that it has an image encoder, which converters call mmproj."""
+    return "mmproj" in name.lower()
