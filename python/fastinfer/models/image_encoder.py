@@ -13,7 +13,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gemma_images import GemmaFamily
 from fastinfer.models.image_modules import ImageModules
-from fastinfer.models.image_tokens import EncodedImage
+from fastinfer.models.image_tokens import EncodedImage, ImageLayout
 from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, QwenFamily
 from fastinfer.utils.forks import renew_in_children
 from fastinfer.utils.text import one_line
@@ -79,19 +79,19 @@ class ImageEncoder:
             self._cache.clear()
 
     def token_id(self) -> int:
-        """Return the token that stands for an image in a rendered conversation.
+        """Return the token whose rows an image has.
 
         Raises:
             RequestError, UnsupportedModelError, CheckpointFormatError: the encoder cannot be loaded.
         """
         return self._load().token_id
 
-    def rewrite(self, text: str) -> str:
-        """Return a text of the chat template with one such token for each image; raises the same."""
-        return self._load().rewrite(text)
+    def placeholder(self) -> str:
+        """Return what the chat template writes for an image; raises the same."""
+        return self._load().placeholder
 
-    def num_tokens(self, image: Any) -> int:
-        """Return the number of tokens of an image, without encoding it.
+    def layout(self, image: Any) -> ImageLayout:
+        """Return what stands for an image in a prompt, without encoding it.
 
         Args:
             image: a ``PIL.Image.Image`` in mode RGB.
@@ -102,7 +102,7 @@ class ImageEncoder:
         """
         loaded = self._load()
         try:
-            return loaded.num_tokens(image)
+            return loaded.layout(image)
         except ValueError as error:
             raise RequestError(
                 f"messages: an image of {image.width} x {image.height} pixels: {one_line(error)}"
@@ -117,7 +117,7 @@ class ImageEncoder:
                 answer does not tell which images others have sent.
 
         Raises:
-            RequestError, UnsupportedModelError, CheckpointFormatError: as for :meth:`num_tokens`.
+            RequestError, UnsupportedModelError, CheckpointFormatError: as for :meth:`layout`.
         """
         loaded = self._load()
         digest = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()

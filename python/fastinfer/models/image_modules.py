@@ -8,7 +8,7 @@ import torch
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.linear_tensors import DENSE_DTYPES
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
-from fastinfer.models.image_tokens import EncodedImage
+from fastinfer.models.image_tokens import EncodedImage, ImageLayout
 
 
 class ImageModules(Protocol):
@@ -16,15 +16,16 @@ class ImageModules(Protocol):
 
     @property
     def token_id(self) -> int:
-        """The token that stands for an image."""
+        """The token whose rows an image has."""
         ...
 
-    def rewrite(self, text: str) -> str:
-        """Return a text of the chat template with one such token for each image."""
+    @property
+    def placeholder(self) -> str:
+        """What the chat template writes for an image."""
         ...
 
-    def num_tokens(self, image: Any) -> int:
-        """Return the number of tokens of an image.
+    def layout(self, image: Any) -> ImageLayout:
+        """Return what stands for an image in a prompt, without encoding it.
 
         Raises:
             ValueError: the image has a shape that the model does not support.

@@ -12,6 +12,19 @@ from torch import Tensor
 CONTENT_BIT = 2**62
 
 
+@dataclass(frozen=True)
+class ImageLayout:
+    """What stands for an image in a prompt.
+
+    Attributes:
+        text: the text in place of what the chat template writes, with the image's token once for each run.
+        runs: the number of the image's tokens in each run of them; between two runs there are tokens of text.
+    """
+
+    text: str
+    runs: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
     """One image, encoded for a decoder.
@@ -37,6 +50,19 @@ class EncodedImage:
     def num_tokens(self) -> int:
         """Number of tokens that stand for the image in a prompt."""
         return self.features.shape[1]
+
+    def divide(self, runs: tuple[int, ...]) -> list["EncodedImage"]:
+        """Return the runs of tokens, between which there is text, as images of their own.
+
+        Only images with consecutive positions, whose tokens do not see those behind them, have several.
+        """
+        if len(runs) == 1:
+            return [self]
+        assert self.rotary_offsets is None
+        assert not self.is_bidirectional
+        digests = (hashlib.sha256(self.digest + number.to_bytes(4, "little")).digest() for number in range(len(runs)))
+        parts = self.features.split(runs, dim=1)
+        return [EncodedImage(part, digest, part.shape[1]) for part, digest in zip(parts, digests, strict=True)]
 
     @cached_property
     def contents(self) -> list[int]:
