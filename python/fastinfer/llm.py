@@ -257,7 +257,7 @@ class LLM:
             if ranks is not None:
                 ranks.wait_until_ready()
             identity = fingerprint(checkpoints, precision, size.max_model_len)
-            encoder = image_encoder_of(checkpoints[0], precision, device)
+            encoder = None if ranks is not None else image_encoder_of(checkpoints[0], precision, device)
             # Shared weights stay in memory for the other replicas: sleep of level 2 would free nothing.
             reload = None if share is not None and share.weights else load_models
             if ranks is not None and device != "cpu":

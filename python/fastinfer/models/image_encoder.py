@@ -12,7 +12,7 @@ from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gemma_images import GemmaFamily
-from fastinfer.models.image_modules import ImageModules
+from fastinfer.models.image_modules import ImageModules, architecture_of
 from fastinfer.models.image_tokens import EncodedImage, ImageLayout
 from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, QwenFamily
 from fastinfer.utils.forks import renew_in_children
@@ -35,8 +35,8 @@ FAMILIES: dict[str, QwenFamily | GemmaFamily] = {
 
 def image_encoder_of(checkpoint: Checkpoint, precision: Precision, device: str) -> "ImageEncoder | None":
     """Return the encoder of a checkpoint's images, or ``None`` if its model has text alone or images of other kinds."""
-    family = FAMILIES.get(checkpoint.config.architecture)
-    if family is None or not checkpoint.path.is_dir():  # GGUF files of text models have no encoder
+    family = FAMILIES.get(architecture_of(checkpoint.path))
+    if family is None:  # GGUF files of text models have no encoder
         return None
     return ImageEncoder(checkpoint.path, checkpoint.config, family, precision.dtype, device)
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
 from fastinfer.formats.linear_tensors import DENSE_DTYPES
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.models.image_tokens import EncodedImage, ImageLayout
@@ -35,6 +36,15 @@ class ImageModules(Protocol):
     def encode(self, image: Any, digest: bytes) -> EncodedImage:
         """Encode an image whose pixels have this digest."""
         ...
+
+
+def architecture_of(path: Path) -> str:
+    """Return the architecture of a folder's whole model, of which the decoder may be a part; "" for other files."""
+    file = path / "config.json"
+    if not file.is_file():
+        return ""
+    names = JsonFields.read(file, CheckpointFormatError).get("architectures", list, [])
+    return str(names[0]) if names else ""
 
 
 def read_processor(path: Path) -> Any:

@@ -191,7 +191,10 @@ def prepare_chat(
     literals = LiteralTokens(tokenizer.control_pattern)
     hidden: Any = literals.hide(normalize(taken))
     if encoder is None and any(isinstance(message["content"], list) for message in hidden):
-        raise RequestError(f"messages: expected text alone, as images need a folder of {', '.join(FAMILIES)}, got one")
+        raise RequestError(
+            f"messages: expected text alone, as images need a folder of {', '.join(FAMILIES)}, and neither tensor nor "
+            f"pipeline parallelism, got one"
+        )
     names = literals.hide(names)  # descriptions of tools come from others, too
     if continue_final_message:
         names["add_generation_prompt"] = False
