@@ -11,9 +11,12 @@ import torch
 from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.gemma4_images import Gemma4Family
 from fastinfer.models.gemma_images import GemmaFamily
+from fastinfer.models.image_features import FeatureFamily
 from fastinfer.models.image_modules import ImageModules, architecture_of
 from fastinfer.models.image_tokens import EncodedImage, ImageLayout
+from fastinfer.models.mistral_images import MistralFamily
 from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, QwenFamily
 from fastinfer.utils.forks import renew_in_children
 from fastinfer.utils.text import one_line
@@ -23,8 +26,10 @@ CACHE_BYTES = 2**29
 MISSING = "images need the packages transformers and pillow: install fastinfer[images]"
 
 
-FAMILIES: dict[str, QwenFamily | GemmaFamily] = {
+FAMILIES: dict[str, QwenFamily | GemmaFamily | FeatureFamily] = {
     "Gemma3ForConditionalGeneration": GemmaFamily(),
+    "Gemma4ForConditionalGeneration": Gemma4Family(),
+    "Mistral3ForConditionalGeneration": MistralFamily(),
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL,
@@ -56,7 +61,12 @@ class ImageEncoder:
     """
 
     def __init__(
-        self, path: Path, config: ModelConfig, family: QwenFamily | GemmaFamily, dtype: torch.dtype, device: str
+        self,
+        path: Path,
+        config: ModelConfig,
+        family: QwenFamily | GemmaFamily | FeatureFamily,
+        dtype: torch.dtype,
+        device: str,
     ) -> None:
         self._path = path
         self._config = config
