@@ -214,7 +214,12 @@ class LLM:
         elif draft_model is not None:
             sources.append(partial(open_checkpoint, hub.resolve(draft_model), precision.exact))
         checkpoints = [source() for source in sources]
-        encoder = image_encoder_of(checkpoints[0], precision, device, None if mmproj is None else hub.resolve(mmproj))
+        encoder = None
+        if config.num_ranks == 1:
+            images = None if mmproj is None else hub.resolve(mmproj)
+            encoder = image_encoder_of(checkpoints[0], precision, device, images)
+        elif mmproj is not None:
+            raise RequestError(f"mmproj must be None with more than one rank, got {mmproj!r}")
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size, tensor_parallel_layout)
         if tensor_parallel_size > 1 and device != "cpu":

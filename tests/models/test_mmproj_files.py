@@ -183,8 +183,8 @@ def test_limits_of_files_that_do_not_say_them(models: dict[str, Any], tmp_path: 
     write_mmproj(tmp_path / "mmproj.gguf", models["qwen3-vl"], keys=keys)
     encoder = found(tmp_path)
     assert encoder is not None
-    assert encoder.num_tokens(picture(40, 40)) == (256 // 8) ** 2
-    assert encoder.num_tokens(picture(400, 320)) == 400 // 8 * (320 // 8)
+    assert encoder.layout(picture(40, 40)).runs == ((256 // 8) ** 2,)
+    assert encoder.layout(picture(400, 320)).runs == (400 // 8 * (320 // 8),)
 
 
 def test_prefixes_with_images_are_found(folder: Path) -> None:

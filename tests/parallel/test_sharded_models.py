@@ -1,6 +1,5 @@
 """Models that are divided among ranks compute bit for bit what one rank computes, and each rank has its part alone."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from support.ranks import in_ranks, logits_of_texts
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.errors import RequestError
 from fastinfer.models import Model, load_weights, open_checkpoint
 from fastinfer.models.config import Precision
-from fastinfer.models.image_encoder import FAMILIES
 from fastinfer.models.offload import tensors_of
 from fastinfer.models.state_config import Mamba2Config
 from fastinfer.parallel.group import SLOT_BYTES, Group
@@ -108,12 +106,6 @@ def test_norm_of_all_heads(family: str, tmp_path: Path) -> None:
     check_same(family, 2, "auto", tmp_path)
     with pytest.raises(RequestError, match="tensor_parallel_size must be at most 2 for this model"):
         check_divisible(open_checkpoint(tmp_path), 3)
-
-
-def test_models_with_images_are_refused() -> None:
-    checkpoint = RandomCheckpoint(replace(CONFIG, architecture=next(iter(FAMILIES))))
-    with pytest.raises(UnsupportedModelError, match="tensor_parallel_size must be 1 for a model with images, got 2"):
-        check_divisible(checkpoint, 2)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from support.divided import GREEDY, LIMITS, texts
+from support.image_models import picture, save_model
 from support.tiny_folder import write_tiny_folder
 
 from fastinfer import LLM
-from fastinfer.errors import FastinferError, UnavailableError
+from fastinfer.errors import FastinferError, RequestError, UnavailableError
 from fastinfer.models import Model
 
 
@@ -26,6 +27,16 @@ def whole(folder: Path) -> LLM:
 def test_steps_operator_by_operator(folder: Path, whole: LLM) -> None:
     eager = LLM(str(folder), tensor_parallel_size=2, enforce_eager=True, **LIMITS)
     assert texts(eager, GREEDY) == texts(whole, GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_a_model_with_images_reads_text_alone(kind: str, tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3-vl")
+    divided = LLM(str(tmp_path), **{f"{kind}_parallel_size": 2}, **LIMITS)
+    chat = [{"role": "user", "content": "What is it?"}]
+    assert divided.chat(chat, GREEDY).outputs[0].text == LLM(str(tmp_path), **LIMITS).chat(chat, GREEDY).outputs[0].text
+    with pytest.raises(RequestError, match=r"expected text alone, .* neither tensor nor pipeline parallelism, got one"):
+        divided.chat([{"role": "user", "content": [{"type": "image", "image": picture(9, 5)}]}])
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])

@@ -40,7 +40,7 @@ def supported() -> dict[str, list[str]]:
 
     return {
         "Hugging Face architectures": [*FAMILIES, *TEXT_PARTS],
-        "Hugging Face architectures with images": [name for name in FAMILIES if name in IMAGE_FAMILIES],
+        "Hugging Face architectures with images": [name for name in (*FAMILIES, *TEXT_PARTS) if name in IMAGE_FAMILIES],
         "GGUF architectures": list(ARCHITECTURES),
         "GGUF architectures with images": list(IMAGE_ARCHITECTURES),
         "GGUF image encoders": list(PROJECTORS),

@@ -58,7 +58,14 @@ def place_images(chunks: List[Chunk], positions: np.ndarray, device: torch.devic
         for own, base, its_offsets in offsets:
             rotary[own] = base + its_offsets
         rotary = rotary.to(device)
-    return ImageTokens(torch.cat(rows).to(device), torch.cat(features, dim=1).to(device), rotary, tuple(spans))
+    return ImageTokens(
+        rows=torch.cat(rows).to(device),
+        features=torch.cat(features, dim=1).to(device),
+        rotary_positions=rotary,
+        spans=tuple(spans),
+        in_windows_alone=image.in_windows_alone,
+        layer_token=image.layer_token,
+    )
 
 
 def _shift(positions: np.ndarray, begin: int, end: int, images: PromptImages) -> None:

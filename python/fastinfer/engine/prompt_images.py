@@ -1,6 +1,8 @@
 """The images of a prompt: which of its tokens they are, and by which positions the tokens are rotated."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as List
+from itertools import accumulate
 
 from fastinfer.models.image_tokens import EncodedImage
 
@@ -14,15 +16,12 @@ class PromptImages:
 
     def __init__(self, images: List[tuple[int, EncodedImage]]) -> None:
         self._images = list(images)
+        self._starts = [start for start, _ in images]
+        self._shifts = list(accumulate((image.num_tokens - image.num_positions for _, image in images), initial=0))
 
     def rotary_position(self, position: int) -> int:
         """Return the rotary position of a token that belongs to no image, or of the beginning of an image."""
-        shift = 0
-        for start, image in self._images:
-            if start >= position:
-                break
-            shift += image.num_tokens - image.num_positions
-        return position - shift
+        return position - self._shifts[bisect_left(self._starts, position)]
 
     def chunk_end(self, position: int) -> int:
         """Return the last position up to this one at which a chunk may end: not within a bidirectional image."""
@@ -45,7 +44,10 @@ class PromptImages:
 
     def within(self, start: int, stop: int) -> list[tuple[int, EncodedImage]]:
         """Return the images, with their places, that have tokens within a range of positions."""
-        return [(first, image) for first, image in self._images if first < stop and start < first + image.num_tokens]
+        # An image may be hundreds of runs of tokens, and this is asked of every block.
+        first = max(0, bisect_right(self._starts, start) - 1)
+        found = self._images[first : bisect_left(self._starts, stop)]
+        return found[1:] if found and found[0][0] + found[0][1].num_tokens <= start else found
 
     def mark(self, tokens: list[int], start: int) -> None:
         """Replace the ids of images' tokens by the images' contents, in a list that begins at position ``start``."""

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fastinfer import ops
 from fastinfer.models.batch import Batch
@@ -120,11 +121,11 @@ class Attention:
             if gate is not None:
                 lora.add("output_gate", gate, x, **options)
         q = self._store(qkv, batch, cache) if self.has_kv else self._rotated(qkv[0], batch)
-        spans = () if batch.images is None else batch.images.spans
+        spans = () if batch.images is None else batch.images.spans_of(self.window)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if spans else None
         out = self._attend(q, batch, cache, plan, lse)
         if lse is not None:
-            self._attend_to_later(q, qkv, batch, out, lse)
+            self._attend_to_later(q, qkv, batch, spans, out, lse)
         out = self._values(out).view(len(x), -1)
         return self.output(out if gate is None else ops.sigmoid_gate(out, gate), residual, lora)
 
@@ -195,14 +196,17 @@ class Attention:
             ops.store_page_bounds(cache.bounds, cache.k, cache.k_scale, batch.slot_mappings[cache.group])
         return q
 
-    def _attend_to_later(self, q: Tensor, qkv: list[Tensor], batch: Batch, out: Tensor, lse: Tensor) -> None:
-        """Let the tokens of images see those behind them, in layers without a norm of all heads or of values."""
-        assert batch.images is not None
+    def _attend_to_later(
+        self, q: Tensor, qkv: list[Tensor], batch: Batch, spans: tuple[slice, ...], out: Tensor, lse: Tensor
+    ) -> None:
+        """Let the tokens of images see those behind them, in layers with keys and values of their own."""
         k, v = (part.view(len(part), -1, self.head_dim) for part in qkv[1:])
         keys = k.clone() if self.k_norm is None else ops.rms_norm(k.contiguous(), self.k_norm, self.qk_norm_eps)
         ops.rotary_embedding(keys, keys[:, :0], *batch.rotation(self.cos_sin_cache), self.interleaved)
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        attend_to_later(q, keys, v, out, lse, batch.images.spans, scale)
+        if self.v_norm:
+            v = functional.rms_norm(v.float(), (self.head_dim,), eps=self.qk_norm_eps).to(v.dtype)
+        attend_to_later(q, keys, v, out, lse, spans, scale)
 
     def _rotated(self, q: Tensor, batch: Batch) -> Tensor:
         """Return queries normalised and rotated, for keys and values that an earlier layer has stored."""

@@ -162,7 +162,10 @@ class Decoder:
 
     def _inputs(self, x: Tensor, batch: Batch) -> Tensor | None:
         """Compute the inputs that layers have of their own, given the embedding; ``None`` for a model without."""
-        return None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
+        if self.per_layer_inputs is None:
+            return None
+        token_ids = batch.token_ids if batch.images is None else batch.images.layer_tokens(batch.token_ids)
+        return self.per_layer_inputs(x, token_ids)
 
     @property
     def num_storing_layers(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_modules import check_equal, make_module, read_processor, read_weights
-from fastinfer.models.image_tokens import EncodedImage
+from fastinfer.models.image_tokens import EncodedImage, ImageLayout
 
 # What the chat template writes for an image, what its tokens begin and end with, and the token itself.
 BEGIN, END, TOKEN = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
@@ -66,11 +66,12 @@ class GemmaImages:
     count: int
     token: str = TOKEN
 
-    def rewrite(self, text: str) -> str:
-        return text.replace(BEGIN, f"\n\n{BEGIN}{self.token}{END}\n\n")
+    @property
+    def placeholder(self) -> str:
+        return BEGIN
 
-    def num_tokens(self, image: Any) -> int:
-        return self.count
+    def layout(self, image: Any) -> ImageLayout:
+        return ImageLayout(f"\n\n{BEGIN}{self.token}{END}\n\n", (self.count,))
 
     def encode(self, image: Any, digest: bytes) -> EncodedImage:
         inputs, weight = self.processor(images=[image], return_tensors="pt"), next(self.tower.parameters())

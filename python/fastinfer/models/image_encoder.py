@@ -11,10 +11,12 @@ import torch
 from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.gemma4_images import Gemma4Family
 from fastinfer.models.gemma_images import GemmaFamily
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
-from fastinfer.models.image_modules import ImageFamily, ImageModules
-from fastinfer.models.image_tokens import EncodedImage
+from fastinfer.models.image_modules import ImageFamily, ImageModules, architecture_of
+from fastinfer.models.image_tokens import EncodedImage, ImageLayout
+from fastinfer.models.mistral_images import MistralFamily
 from fastinfer.models.mmproj import Mmproj, find_mmproj
 from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL
 from fastinfer.utils.forks import renew_in_children
@@ -27,6 +29,8 @@ MISSING = "images need the packages transformers and pillow: install fastinfer[i
 
 FAMILIES: dict[str, ImageFamily] = {
     "Gemma3ForConditionalGeneration": GemmaFamily(),
+    "Gemma4ForConditionalGeneration": Gemma4Family(),
+    "Mistral3ForConditionalGeneration": MistralFamily(),
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL,
@@ -57,7 +61,7 @@ def image_encoder_of(
         return None if found is None else ImageEncoder(found.path, config, found, dtype, device, found.marker)
     if mmproj is not None:
         raise RequestError(f"mmproj needs a model that is a GGUF file, got {checkpoint.path}")
-    family = FAMILIES.get(config.architecture)
+    family = FAMILIES.get(architecture_of(checkpoint.path))
     return None if family is None else ImageEncoder(checkpoint.path, config, family, dtype, device)
 
 
@@ -115,19 +119,19 @@ class ImageEncoder:
             self._cache.clear()
 
     def token_id(self) -> int:
-        """Return the token that stands for an image in a rendered conversation.
+        """Return the token whose rows an image has.
 
         Raises:
             RequestError, UnsupportedModelError, CheckpointFormatError: the encoder cannot be loaded.
         """
         return self._load().token_id
 
-    def rewrite(self, text: str) -> str:
-        """Return a text of the chat template with one such token for each image; raises the same."""
-        return self._load().rewrite(text)
+    def placeholder(self) -> str:
+        """Return what the chat template writes for an image; raises the same."""
+        return self._load().placeholder
 
-    def num_tokens(self, image: Any) -> int:
-        """Return the number of tokens of an image, without encoding it.
+    def layout(self, image: Any) -> ImageLayout:
+        """Return what stands for an image in a prompt, without encoding it.
 
         Args:
             image: a ``PIL.Image.Image`` in mode RGB.
@@ -138,7 +142,7 @@ class ImageEncoder:
         """
         loaded = self._load()
         try:
-            return loaded.num_tokens(image)
+            return loaded.layout(image)
         except ValueError as error:
             raise RequestError(
                 f"messages: an image of {image.width} x {image.height} pixels: {one_line(error)}"
@@ -153,7 +157,7 @@ class ImageEncoder:
                 answer does not tell which images others have sent.
 
         Raises:
-            RequestError, UnsupportedModelError, CheckpointFormatError: as for :meth:`num_tokens`.
+            RequestError, UnsupportedModelError, CheckpointFormatError: as for :meth:`layout`.
         """
         loaded = self._load()
         digest = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()

@@ -6,10 +6,11 @@ from typing import Any, Protocol
 import torch
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
 from fastinfer.formats.linear_tensors import DENSE_DTYPES
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.image_tokens import EncodedImage
+from fastinfer.models.image_tokens import EncodedImage, ImageLayout
 
 
 class ImageModules(Protocol):
@@ -17,15 +18,16 @@ class ImageModules(Protocol):
 
     @property
     def token_id(self) -> int:
-        """The token that stands for an image."""
+        """The token whose rows an image has."""
         ...
 
-    def rewrite(self, text: str) -> str:
-        """Return a text of the chat template with one such token for each image."""
+    @property
+    def placeholder(self) -> str:
+        """What the chat template writes for an image."""
         ...
 
-    def num_tokens(self, image: Any) -> int:
-        """Return the number of tokens of an image.
+    def layout(self, image: Any) -> ImageLayout:
+        """Return what stands for an image in a prompt, without encoding it.
 
         Raises:
             ValueError: the image has a shape that the model does not support.
@@ -50,6 +52,15 @@ class ImageFamily(Protocol):
             device: device that computes.
         """
         ...
+
+
+def architecture_of(path: Path) -> str:
+    """Return the architecture of a folder's whole model, of which the decoder may be a part; "" for other files."""
+    file = path / "config.json"
+    if not file.is_file():
+        return ""
+    names = JsonFields.read(file, CheckpointFormatError).get("architectures", list, [])
+    return str(names[0]) if names else ""
 
 
 def read_processor(path: Path) -> Any:

@@ -14,9 +14,8 @@ from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_modules import make_module
 from fastinfer.models.mmproj_fields import MmprojFields, size
 from fastinfer.models.mmproj_tensors import MmprojTensors, has_swapped_mlp, joined, mlp_width
-from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, QwenFamily, QwenImages, rotary_axes
+from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, TOKEN, QwenFamily, QwenImages, rotary_axes
 
-TOKEN = "<|image_pad|>"
 TIMES = 2  # frames that become one patch: an image is there twice
 # Of Qwen2.5-VL, in files that do not say it: side of the windows of attention, in pixels.
 WINDOW_SIZE = 112
@@ -143,6 +142,7 @@ class QwenEncoder:
                 image_mean=fields.mean,
                 image_std=fields.std,
             ),
+            placeholder=TOKEN,
             token_id=self.token_id,
             merge_size=self.merge_size,
             rotary_axes=rotary_axes(self.tensors.name, config.rotary_dim // 2, self.sections, family.interleaved),

@@ -11,7 +11,9 @@ from torch import Tensor
 from fastinfer.errors import CheckpointFormatError
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_modules import check_equal, make_module, read_processor, read_weights
-from fastinfer.models.image_tokens import EncodedImage
+from fastinfer.models.image_tokens import EncodedImage, ImageLayout
+
+TOKEN = "<|image_pad|>"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class QwenFamily:
         return QwenImages(
             module=read_weights(path, make_module(vision, dtype), ("model.visual.", "visual."), device),
             processor=processor,
+            placeholder=TOKEN,
             token_id=fields.image_token_id,
             merge_size=vision.spatial_merge_size,
             rotary_axes=rotary_axes(path.name, config.rotary_dim // 2, sections, self.interleaved),
@@ -56,23 +59,22 @@ class QwenImages:
     Attributes:
         module: from the pixels of patches, and their grid, to rows of the decoder's width.
         processor: from images to the pixels of patches.
-        token_id: the token that stands for an image.
+        placeholder: what the chat template writes, which is the image's token.
+        token_id: this token.
         merge_size: side of the square of patches that become one token.
         rotary_axes: [rotary_dim / 2] int64; whether a pair of elements is rotated by time (0), row (1) or column (2).
     """
 
     module: Any
     processor: Any
+    placeholder: str
     token_id: int
     merge_size: int
     rotary_axes: Tensor
 
-    def rewrite(self, text: str) -> str:
-        return text
-
-    def num_tokens(self, image: Any) -> int:
+    def layout(self, image: Any) -> ImageLayout:
         patches: int = self.processor.get_number_of_image_patches(image.height, image.width)
-        return patches // self.merge_size**2
+        return ImageLayout(self.placeholder, (patches // self.merge_size**2,))
 
     def encode(self, image: Any, digest: bytes) -> EncodedImage:
         inputs = self.processor(images=[image], return_tensors="pt")

@@ -7,7 +7,6 @@ import torch
 from fastinfer import _C
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.models.checkpoint import Checkpoint
-from fastinfer.models.image_encoder import FAMILIES
 from fastinfer.parallel.division import Division, Layout
 
 
@@ -55,8 +54,7 @@ def refuse_parts(checkpoint: Checkpoint, option: str, size: int) -> None:
     Raises:
         UnsupportedModelError: it has one.
     """
-    config = checkpoint.config
-    parts = {"a reduced vocabulary": bool(config.draft_vocab_size), "images": config.architecture in FAMILIES}
-    for part, has_it in parts.items():
-        if has_it:
-            raise UnsupportedModelError(f"{checkpoint.path}: {option} must be 1 for a model with {part}, got {size}")
+    if checkpoint.config.draft_vocab_size:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: {option} must be 1 for a model with a reduced vocabulary, got {size}"
+        )

@@ -3,12 +3,14 @@
 import base64
 import binascii
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.errors import PromptTooLongError, RequestError
 from fastinfer.models.image_encoder import MISSING, ImageEncoder
+from fastinfer.models.image_tokens import ImageLayout
 from fastinfer.utils.checks import show
 from fastinfer.utils.text import one_line
 
@@ -83,41 +85,81 @@ def spell_images(messages: list[dict[str, Any]], marker: str) -> list[dict[str, 
     ]
 
 
-def place_images(
-    encoder: ImageEncoder, token_ids: list[int], images: list[Any], max_model_len: int, cache_salt: str
-) -> tuple[list[int], PromptImages]:
-    """Replace the token that stands for each image by as many as it has, and encode the images.
+def lay_out_images(
+    encoder: ImageEncoder, pieces: list[tuple[str, bool]], images: list[Any]
+) -> tuple[list[tuple[str, bool]], list[ImageLayout]]:
+    """Write the layout of each image into a rendered conversation.
 
     Args:
         encoder: the model's encoder.
-        token_ids: prompt with one token for each image.
+        pieces: pieces of the conversation, and whether the control tokens in each are meant as such.
+        images: the images in mode RGB, in their order in the conversation.
+
+    Returns:
+        The pieces with one token for each run of an image's tokens, and the layouts.
+
+    Raises:
+        RequestError: the chat template has another number of images, or one has a shape that is not supported.
+        UnsupportedModelError, CheckpointFormatError: the encoder cannot be loaded.
+    """
+    placeholder = encoder.placeholder()
+    if (count := sum(piece.count(placeholder) for piece, special in pieces if special)) != len(images):
+        raise RequestError(
+            f"messages: the model's chat template must write {placeholder} for each of {len(images)} images, "
+            f"got {count}"
+        )
+    layouts = [encoder.layout(image) for image in images]
+    left = iter(layouts)
+    written = [
+        (re.sub(re.escape(placeholder), lambda _: next(left).text, piece) if special else piece, special)
+        for piece, special in pieces
+    ]
+    return written, layouts
+
+
+def place_images(
+    encoder: ImageEncoder,
+    token_ids: list[int],
+    images: list[Any],
+    layouts: list[ImageLayout],
+    max_model_len: int,
+    cache_salt: str,
+) -> tuple[list[int], PromptImages]:
+    """Replace the token that stands for each run of an image's tokens by as many as it has, and encode the images.
+
+    Args:
+        encoder: the model's encoder.
+        token_ids: prompt with one token for each run.
         images: the images in mode RGB, in the order of these tokens.
+        layouts: their layouts.
         max_model_len: longest sequence in tokens, which the prompt must not reach.
         cache_salt: salt of the cached images.
 
     Raises:
-        RequestError: the chat template has another number of tokens for images, or the prompt is too long.
+        RequestError: the tokenizer makes other tokens of the layouts, or the prompt is too long.
         UnsupportedModelError, CheckpointFormatError: the encoder cannot be loaded.
     """
-    image_id = encoder.token_id()
-    if (count := token_ids.count(image_id)) != len(images):
+    image_id, runs = encoder.token_id(), [count for layout in layouts for count in layout.runs]
+    if (count := token_ids.count(image_id)) != len(runs):
         raise RequestError(
-            f"messages: the model's chat template must write one token for each of {len(images)} images, got {count}"
+            f"messages: the model's tokenizer must make the token {image_id} of each of {len(runs)} spellings in "
+            f"{len(images)} images, got {count}"
         )
-    lengths = [encoder.num_tokens(image) for image in images]
-    if (length := len(token_ids) + sum(lengths) - len(images)) >= max_model_len:
+    if (length := len(token_ids) + sum(runs) - len(runs)) >= max_model_len:
         raise PromptTooLongError(
             f"prompt must be shorter than max_model_len={max_model_len} tokens, got {length}, "
-            f"{sum(lengths)} of them for images",
+            f"{sum(runs)} of them for images",
             max_model_len,
         )
-    encoded = [encoder.encode(image, cache_salt) for image in images]
-    left, placed, expanded = iter(encoded), [], list[int]()
+    parts = []
+    for image, layout in zip(images, layouts, strict=True):
+        parts += encoder.encode(image, cache_salt).divide(layout.runs)
+    left, placed, expanded = iter(parts), [], list[int]()
     for token_id in token_ids:
         if token_id == image_id:
-            image = next(left)
-            placed.append((len(expanded), image))
-            expanded += [image_id] * image.num_tokens
+            part = next(left)
+            placed.append((len(expanded), part))
+            expanded += [image_id] * part.num_tokens
         else:
             expanded.append(token_id)
     return expanded, PromptImages(placed)

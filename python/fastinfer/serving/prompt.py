@@ -9,9 +9,10 @@ from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.errors import PromptTooLongError, RequestError
 from fastinfer.models.image_encoder import FAMILIES
+from fastinfer.models.image_tokens import ImageLayout
 from fastinfer.models.mmproj import ARCHITECTURES
 from fastinfer.prompt_schema import ModularPrompt
-from fastinfer.serving.images import place_images, spell_images, take_images
+from fastinfer.serving.images import lay_out_images, place_images, spell_images, take_images
 from fastinfer.serving.literal_tokens import LiteralTokens
 from fastinfer.serving.modular_prompt import pieces_of
 from fastinfer.tokenizers.chat_messages import Message, normalize
@@ -193,7 +194,7 @@ def prepare_chat(
     if encoder is None and any(isinstance(message["content"], list) for message in hidden):
         raise RequestError(
             f"messages: expected text alone, as images need a folder of {', '.join(FAMILIES)}, or a GGUF model of "
-            f"{', '.join(ARCHITECTURES)} with an mmproj file, got one"
+            f"{', '.join(ARCHITECTURES)} with an mmproj file, and neither tensor nor pipeline parallelism, got one"
         )
     names = literals.hide(names)  # descriptions of tools come from others, too
     if continue_final_message:
@@ -209,15 +210,15 @@ def prepare_chat(
         if literals.end_mark not in text:
             raise RequestError("continue_final_message: the model's chat template leaves out the last message")
         text = text[: text.index(literals.end_mark)]
-    pieces = literals.split(text)
+    pieces, layouts = literals.split(text), list[ImageLayout]()
     if encoder is not None and images:
-        pieces = [(encoder.rewrite(piece) if special else piece, special) for piece, special in pieces]
+        pieces, layouts = lay_out_images(encoder, pieces, images)
     # The template writes the special tokens itself.
     prepared = [prepare(engine, piece, add_special_tokens=False, parse_special=special) for piece, special in pieces]
     token_ids = [token_id for piece in prepared for token_id in piece.token_ids]
     placed = None
     if encoder is not None and images:
-        token_ids, placed = place_images(encoder, token_ids, images, engine.max_model_len, cache_salt)
+        token_ids, placed = place_images(encoder, token_ids, images, layouts, engine.max_model_len, cache_salt)
     return PreparedPrompt("".join(piece for piece, _ in pieces), token_ids, cache_salt, placed)
 
 

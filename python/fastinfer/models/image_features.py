@@ -1,0 +1,128 @@
+"""Base of the families whose images transformers' own model turns into rows, given what its processor makes of them."""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastinfer.errors import UnsupportedModelError
+from fastinfer.models.config import ModelConfig
+from fastinfer.models.image_modules import check_equal, make_module, read_processor, read_weights
+from fastinfer.models.image_tokens import EncodedImage, ImageLayout
+
+
+class FeatureFamily:
+    """Properties of images in one architecture.
+
+    Attributes:
+        placeholder: what the chat template writes for an image.
+        inputs: names of the processor's outputs that the model reads.
+    """
+
+    placeholder: str
+    inputs: tuple[str, ...]
+
+    def check(self, path: Path, config: ModelConfig, fields: Any, processor: Any) -> None:
+        """Refuse settings that contradict each other, or are not implemented.
+
+        Args:
+            path: folder of the checkpoint.
+            config: configuration of the decoder.
+            fields: configuration of the whole model.
+            processor: from images to pixels.
+
+        Raises:
+            UnsupportedModelError, CheckpointFormatError: there is one.
+        """
+
+    def layout(self, fields: Any, processor: Any, height: int, width: int) -> ImageLayout:
+        """Return what stands for an image of this size in a prompt.
+
+        Raises:
+            ValueError: the size is not supported.
+        """
+        raise NotImplementedError
+
+    def read_processor(self, path: Path) -> Any:
+        """Return the processor from images to pixels."""
+        return read_processor(path)
+
+    def process(self, processor: Any, image: Any) -> dict[str, Any]:
+        """Return what the model reads of an image, by name."""
+        outputs = processor(images=[image], return_tensors="pt")
+        return {name: outputs[name] for name in self.inputs}
+
+    def encoded(self, fields: Any, features: torch.Tensor, digest: bytes) -> EncodedImage:
+        """Return an image with these rows, [1, tokens, hidden]."""
+        return EncodedImage(features, digest, features.shape[1])
+
+    def prefixes(self, module: str) -> tuple[str, ...]:
+        """Return how the names of a module's tensors may begin in files of several ages."""
+        owners = f"model.{module}.", f"{module}."
+        return (*(f"{owner}vision_model." for owner in owners), *owners)
+
+    def read(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: str) -> "FeatureImages":
+        """Load the modules of a folder."""
+        from transformers import AutoConfig
+
+        fields = AutoConfig.from_pretrained(path, local_files_only=True)
+        if fields.vision_config is None:
+            raise UnsupportedModelError(f"{path.name}: images need a vision_config, got none")
+        processor = self.read_processor(path)
+        check_equal(path, "text_config.hidden_size", fields.text_config.hidden_size, config.hidden_size)
+        self.check(path, config, fields, processor)
+        model = _without_text(fields, dtype)
+        for name, module in model.named_children():
+            read_weights(path, module, self.prefixes(name), device)
+        return FeatureImages(self, fields, model.eval(), processor)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureImages:
+    """The loaded modules, see :class:`fastinfer.models.image_modules.ImageModules`.
+
+    Attributes:
+        family: properties of the images.
+        fields: configuration of the whole model.
+        model: the model without its decoder.
+        processor: from images to pixels.
+    """
+
+    family: FeatureFamily
+    fields: Any
+    model: Any
+    processor: Any
+
+    @property
+    def placeholder(self) -> str:
+        return self.family.placeholder
+
+    @property
+    def token_id(self) -> int:
+        token_id: int = self.fields.image_token_id
+        return token_id
+
+    def layout(self, image: Any) -> ImageLayout:
+        return self.family.layout(self.fields, self.processor, image.height, image.width)
+
+    def encode(self, image: Any, digest: bytes) -> EncodedImage:
+        device = next(self.model.parameters()).device
+        inputs = {name: values.to(device) for name, values in self.family.process(self.processor, image).items()}
+        rows = self.model.get_image_features(**inputs).pooler_output
+        features = torch.cat([part.flatten(0, -2) for part in rows])
+        return self.family.encoded(self.fields, features[None].cpu(), digest)
+
+
+def _without_text(fields: Any, dtype: torch.dtype) -> Any:
+    """Return a model whose weights are to be read, without its parts for text and sound."""
+    fields = deepcopy(fields)
+    text = fields.text_config
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    fields.audio_config = None
+    model = make_module(fields, dtype)
+    for name in ("language_model", "text_model"):
+        if hasattr(model, name):
+            setattr(model, name, None)
+    return model
