@@ -65,6 +65,8 @@ def found(folder: Path) -> ImageEncoder | None:
             {"clip.vision.is_deepstack_layers": [False, True, False]},
             "expected 2 deepstack layers, as many as model.gguf reads, got 1",
         ),
+        ("qwen3-vl", {"clip.vision.attention.head_count": 5}, "must be a multiple of 5 heads, got 48"),
+        ("qwen3-vl", {"clip.vision.attention.head_count": 8}, "expected heads of a multiple of 4 elements, got 6"),
         ("qwen3.5", {}, "expected 2 deepstack layers, as many as model.gguf reads, got 0"),
         ("gemma3", {}, "the encoder 'gemma3' needs a model of gemma3, got model.gguf of 'qwen3vl'"),
         ("qwen2.5-vl", {}, "the encoder 'qwen2.5vl_merger' needs a model of qwen2vl, got model.gguf of 'qwen3vl'"),
@@ -88,6 +90,28 @@ def test_another_width(models: dict[str, Any], folder: Path, tmp_path_factory: p
     message = "tensor 'mm.2.weight' must have 64 outputs, as wide as the embedding of model.gguf, got 96"
     with pytest.raises(FastinferError, match=re.escape(message)):
         Mmproj(folder / "mmproj.gguf", checkpoint(folder / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("qwen3-vl", {"clip.vision.block_count": 4}, "tensor 'v.blk.3.ln1.weight' is missing"),
+        ("qwen3-vl", {"clip.vision.embedding_length": 2**20}, "'v.blk.2.ln1.weight' must have the shape [1048576]"),
+        ("qwen3-vl", {"clip.vision.patch_size": 16}, "'v.patch_embd.weight' must have the shape [48, 3, 16, 16], got"),
+        ("qwen3-vl", {"clip.vision.spatial_merge_size": 3}, "'mm.0.weight' must have the shape [432, 432], got"),
+        ("gemma3", {"clip.vision.image_size": 64}, "'v.position_embd.weight' must have the shape [256, 48], got"),
+        ("gemma3", {"clip.vision.projector.scale_factor": 3}, "expected a multiple of 3 patches in each row"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_tensors(
+    family: str, keys: dict[str, Any], message: str, models: dict[str, Any], tmp_path: Path
+) -> None:
+    """Memory for these sizes is not asked for."""
+    write_model(tmp_path / "model.gguf", models[family])
+    keys = {"clip.vision.is_deepstack_layers": None} | keys
+    write_mmproj(tmp_path / "mmproj.gguf", models[family], keys=keys)
+    with pytest.raises(FastinferError, match=re.escape(message)):
+        Mmproj(tmp_path / "mmproj.gguf", checkpoint(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3-vl"])

@@ -112,9 +112,9 @@ def write_mmproj(
     splits = config.model_type == "qwen2_5_vl" if splits_qkv is None else splits_qkv
     for name, values in _tensors(model, splits):
         if is_old and ".ffn_" in name and ".ffn_gate" not in name:
-            other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+            swapped = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
             part = name.split(".")[3]
-            name = name.replace(part, other[part])
+            name = name.replace(part, swapped[part])
         if name == without or name in (other or {}):
             continue
         stored = _stored_kind(name, values, kind)

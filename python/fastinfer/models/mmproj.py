@@ -101,13 +101,16 @@ class Mmproj:
                 f"{path}: the encoder {kind!r} needs a model of {' or '.join(projector.architectures)}, "
                 f"got {model.path.name} of {config.architecture!r}"
             )
-        name, width = projector.width(MmprojTensors(file))
+        tensors, fields = MmprojTensors(file), read_fields(file)
+        name, width = projector.width(tensors)
         if width != config.hidden_size:
             raise GGUFFormatError(
                 f"{path}: tensor {name!r} must have {config.hidden_size} outputs, as wide as the embedding of "
                 f"{model.path.name}, got {width}"
             )
-        self._encoder = projector.describe(file, read_fields(file), model.file, config)
+        tensors.check_shape(f"v.blk.{fields.num_layers - 1}.ln1.weight", (fields.width,))
+        tensors.check_shape("v.patch_embd.weight", (fields.width, 3, fields.patch_size, fields.patch_size))
+        self._encoder = projector.describe(file, fields, model.file, config)
         self.marker = self._encoder.marker
 
     def read(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: str) -> ImageModules:

@@ -39,7 +39,7 @@ def read_fields(file: GGUFFile) -> MmprojFields:
     Raises:
         GGUFFormatError: a key is missing, or its value is out of range.
     """
-    return MmprojFields(
+    fields = MmprojFields(
         num_layers=file.get("clip.vision.block_count", int, minimum=1, maximum=MAX_LAYERS),
         width=size(file, "embedding_length"),
         num_heads=size(file, "attention.head_count"),
@@ -49,6 +49,12 @@ def read_fields(file: GGUFFile) -> MmprojFields:
         mean=_colors(file, "image_mean"),
         std=_colors(file, "image_std"),
     )
+    if fields.width % fields.num_heads:
+        raise GGUFFormatError(
+            f"{file.path}: clip.vision.embedding_length must be a multiple of {fields.num_heads} heads, "
+            f"got {fields.width}"
+        )
+    return fields
 
 
 def size(file: GGUFFile, key: str, default: int | None = None) -> int:

@@ -40,7 +40,7 @@ class Gemma3Encoder:
     Attributes:
         fields: what the file's metadata say.
         tensors: the file's tensors.
-        scale: side of the square of patches that become one token.
+        side: number of tokens in each row of an image.
         token: spelling of the token that stands for an image.
         token_id: its id.
         marker: what stands for an image in a conversation.
@@ -48,7 +48,7 @@ class Gemma3Encoder:
 
     fields: MmprojFields
     tensors: MmprojTensors
-    scale: int
+    side: int
     token: str
     token_id: int
     marker: str = BEGIN
@@ -58,8 +58,15 @@ class Gemma3Encoder:
         """Describe the encoder of a file for a model.
 
         Raises:
-            GGUFFormatError: the files do not belong together, or the model has no token for images.
+            GGUFFormatError, CheckpointFormatError: the file's sizes are wrong, or the model has no token for images.
         """
+        tensors, scale = MmprojTensors(file), size(file, "projector.scale_factor", 4)
+        side = fields.image_size // fields.patch_size
+        if side == 0 or side % scale:
+            raise GGUFFormatError(
+                f"{file.path}: expected a multiple of {scale} patches in each row of an image, got {side}"
+            )
+        tensors.check_shape("v.position_embd.weight", (side**2, fields.width))
         tokens = model.get("tokenizer.ggml.tokens", list)
         # Some files of the model leave out the tokens behind those of SentencePiece, of which this is one. No
         # conversation has padding, so its token can stand for an image, too.
@@ -69,8 +76,8 @@ class Gemma3Encoder:
             raise GGUFFormatError(f"{model.path}: images need a token {TOKEN!r} or a padding token, got neither")
         return cls(
             fields=fields,
-            tensors=MmprojTensors(file),
-            scale=size(file, "projector.scale_factor", 4),
+            tensors=tensors,
+            side=side // scale,
             token=tokens[token_id],
             token_id=token_id,
         )
@@ -80,7 +87,7 @@ class Gemma3Encoder:
         from transformers import Gemma3Config, Gemma3ImageProcessorPil, SiglipVisionConfig
         from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
-        fields, count = self.fields, (self.fields.image_size // self.fields.patch_size // self.scale) ** 2
+        fields, count = self.fields, self.side**2
         check_windows(self.tensors.name, config, count)
         vision = SiglipVisionConfig(
             hidden_size=fields.width,

@@ -1,5 +1,6 @@
 """Image encoders of Qwen2.5-VL, Qwen3-VL and Qwen3.5 in GGUF files."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -104,19 +105,29 @@ class QwenEncoder:
         """Describe the encoder of a file for a model.
 
         Raises:
-            GGUFFormatError: the files do not belong together, or the model has no token for images.
+            GGUFFormatError, CheckpointFormatError: the file's sizes are wrong, the files do not belong together, or the
+                model has no token for images.
         """
         architecture, tokens = config.architecture, model.get("tokenizer.ggml.tokens", list)
         if TOKEN not in tokens:
             raise GGUFFormatError(f"{model.path}: images need a token {TOKEN!r}, got a vocabulary without it")
-        kind = KINDS[architecture]
+        kind, tensors, merge_size = KINDS[architecture], MmprojTensors(file), size(file, "spatial_merge_size", 2)
+        if fields.width // fields.num_heads % 4:  # half of a head is rotated by rows, in pairs, half by columns
+            raise GGUFFormatError(
+                f"{file.path}: expected heads of a multiple of 4 elements, got {fields.width // fields.num_heads}"
+            )
+        joined_width = fields.width * merge_size**2
+        tensors.check_shape("mm.0.weight", (joined_width, joined_width))
+        if architecture != "qwen2vl":
+            count = tensors.shape("v.position_embd.weight")[0]
+            tensors.check_shape("v.position_embd.weight", (math.isqrt(count) ** 2, fields.width))
         # Every so many layers one has no windows; with 0, none has windows.
         period = file.get("clip.vision.n_wa_pattern", int, minimum=0) if architecture == "qwen2vl" else 0
         return cls(
             fields=fields,
-            tensors=MmprojTensors(file),
+            tensors=tensors,
             architecture=architecture,
-            merge_size=size(file, "spatial_merge_size", 2),
+            merge_size=merge_size,
             pixels=(size(file, "image_min_pixels", kind.pixels[0]), size(file, "image_max_pixels", kind.pixels[1])),
             window_size=size(file, "window_size", WINDOW_SIZE),
             full_layers=list(range(max(period - 1, 0), fields.num_layers, period or 1)),

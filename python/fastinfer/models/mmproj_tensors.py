@@ -36,6 +36,19 @@ class MmprojTensors:
             raise CheckpointFormatError(f"{self.name}: tensor {name!r} is missing")
         return self._file.tensors[name].shape
 
+    def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        """Check the shape of a tensor, from which the sizes in the metadata follow.
+
+        Otherwise wrong metadata could ask for any amount of memory.
+
+        Raises:
+            CheckpointFormatError: the tensor is missing or has another shape.
+        """
+        if (shape := self.shape(name)) != expected:
+            raise CheckpointFormatError(
+                f"{self.name}: tensor {name!r} must have the shape {list(expected)}, got {list(shape)}"
+            )
+
     def get(self, name: str) -> Tensor:
         """Read a tensor; a quantised one is dequantised to fp32.
 
