@@ -148,6 +148,40 @@ def _idefics(name: str) -> ImageFamily:
     )
 
 
+def _intern(text: str) -> ImageFamily:
+    return ImageFamily(
+        name="InternVL",
+        text=SIZES | {"max_position_embeddings": 1024, "model_type": text},
+        vision={
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "patch_size": [4, 4],
+            "image_size": [32, 32],
+            "use_qk_norm": True,
+            "initializer_range": 0.15,
+        },
+        placeholder="<IMG_CONTEXT>",
+        tokens=("<IMG_CONTEXT>", "<img>", "</img>"),
+        special={
+            "context_image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "video_token": "<|video|>",
+        },
+        fields={"image_token_id": IMAGE_ID, "tie_word_embeddings": False},
+        image_processor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "max_patches": 5,
+            "image_mean": [0.5, 0.4, 0.3],
+            "image_std": [0.5, 0.6, 0.7],
+        },
+        processor={"image_seq_length": 16, "video_processor": None},
+    )
+
+
 def _grid(name: str, text: dict[str, Any], vision: dict[str, Any], token: str) -> ImageFamily:
     """Images whose tokens are rotated by row and column."""
     sizes = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -201,6 +235,7 @@ FAMILIES: dict[str, ImageFamily] = {
     ),
     "idefics3": _idefics("Idefics3"),
     "smolvlm": _idefics("SmolVLM"),
+    "internvl": _intern("qwen2"),
     "mistral3": _mistral3({"model_type": "mistral", "sliding_window": None}),
     "ministral3": _mistral3({"model_type": "ministral3"} | TEXTS["ministral3"][1]),
 }

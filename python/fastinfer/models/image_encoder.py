@@ -17,6 +17,7 @@ from fastinfer.models.idefics_images import IdeficsFamily
 from fastinfer.models.image_features import FeatureFamily
 from fastinfer.models.image_modules import ImageModules, architecture_of
 from fastinfer.models.image_tokens import EncodedImage, ImageLayout
+from fastinfer.models.intern_images import InternFamily
 from fastinfer.models.mistral_images import MistralFamily
 from fastinfer.models.qwen_images import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_VL, QwenFamily
 from fastinfer.utils.forks import renew_in_children
@@ -34,6 +35,7 @@ FAMILIES: dict[str, QwenFamily | GemmaFamily | FeatureFamily] = {
     "Glm4vForConditionalGeneration": GLM4V,
     "Glm4vMoeForConditionalGeneration": GLM4V,
     "Idefics3ForConditionalGeneration": IdeficsFamily(),
+    "InternVLForConditionalGeneration": InternFamily(),
     "Mistral3ForConditionalGeneration": MistralFamily(),
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,

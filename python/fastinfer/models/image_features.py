@@ -1,7 +1,9 @@
 """Base of the families whose images transformers' own model turns into rows, given what its processor makes of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ class FeatureFamily:
     Attributes:
         placeholder: what the chat template writes for an image.
         inputs: names of the processor's outputs that the model reads.
+        options: arguments of the processor.
     """
 
     placeholder: str
     inputs: tuple[str, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def check(self, path: Path, config: ModelConfig, fields: Any, processor: Any) -> None:
         """Refuse settings that contradict each other, or are not implemented.
@@ -50,7 +54,7 @@ class FeatureFamily:
 
     def process(self, processor: Any, image: Any) -> dict[str, Any]:
         """Return what the model reads of an image, by name."""
-        outputs = processor(images=[image], return_tensors="pt")
+        outputs = processor(images=[image], return_tensors="pt", **self.options)
         return {name: outputs[name] for name in self.inputs}
 
     def encoded(self, fields: Any, features: torch.Tensor, digest: bytes) -> EncodedImage:
