@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
+from support.families import EXPERTS, SIZES
 from support.families import FAMILIES as TEXTS
-from support.families import SIZES
 
 IMAGE_ID, BEGIN_ID, END_ID = 300, 301, 302
 TEMPLATE = (
@@ -120,9 +120,122 @@ def _mistral3(text: dict[str, Any]) -> ImageFamily:
     )
 
 
+def _idefics(name: str) -> ImageFamily:
+    return ImageFamily(
+        name=name,
+        text=SIZES | {"model_type": "llama", "max_position_embeddings": 1024},
+        vision={
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "patch_size": 4,
+            "image_size": 32,
+            "initializer_range": 0.15,
+        },
+        placeholder="<image>",
+        tokens=("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<end_of_utterance>"),
+        special={},
+        fields={"image_token_id": IMAGE_ID, "scale_factor": 2, "tie_word_embeddings": False},
+        image_processor={
+            "image_processor_type": f"{name}ImageProcessor",
+            "size": {"longest_edge": 96},
+            "max_image_size": {"longest_edge": 32},
+            "image_mean": [0.5, 0.4, 0.3],
+            "image_std": [0.5, 0.6, 0.7],
+        },
+        processor={"image_seq_len": 16},
+    )
+
+
+def _intern(text: str) -> ImageFamily:
+    return ImageFamily(
+        name="InternVL",
+        text=SIZES | {"max_position_embeddings": 1024, "model_type": text},
+        vision={
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "patch_size": [4, 4],
+            "image_size": [32, 32],
+            "use_qk_norm": True,
+            "initializer_range": 0.15,
+        },
+        placeholder="<IMG_CONTEXT>",
+        tokens=("<IMG_CONTEXT>", "<img>", "</img>"),
+        special={
+            "context_image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "video_token": "<|video|>",
+        },
+        fields={"image_token_id": IMAGE_ID, "tie_word_embeddings": False},
+        image_processor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "max_patches": 5,
+            "image_mean": [0.5, 0.4, 0.3],
+            "image_std": [0.5, 0.6, 0.7],
+        },
+        processor={"image_seq_length": 16, "video_processor": None},
+    )
+
+
+def _grid(name: str, text: dict[str, Any], vision: dict[str, Any], token: str) -> ImageFamily:
+    """Images whose tokens are rotated by row and column."""
+    sizes = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    return ImageFamily(
+        name=name,
+        text=SIZES | {"max_position_embeddings": 1024} | text,
+        vision=sizes | {"initializer_range": 0.15} | vision,
+        placeholder=f"<begin>{token}<end>",
+        tokens=(token, "<begin>", "<end>"),
+        special={"image_token": token, "video_token": "<|video|>"},
+        fields={
+            "image_token_id": IMAGE_ID,
+            "video_token_id": 318,
+            "vision_start_token_id": BEGIN_ID,
+            "vision_end_token_id": END_ID,
+            "image_start_token_id": BEGIN_ID,
+            "image_end_token_id": END_ID,
+            "tie_word_embeddings": False,
+        },
+        image_processor={
+            "image_processor_type": f"{name.replace('Moe', '')}ImageProcessor",
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 128, "longest_edge": 8192},
+            "image_mean": [0.5, 0.4, 0.3],
+            "image_std": [0.5, 0.6, 0.7],
+        },
+        processor={"video_processor": None},
+    )
+
+
+def _glm(name: str, text: dict[str, Any], part: str = "") -> ImageFamily:
+    kinds = ({"model_type": f"{part}_text"}, {"model_type": f"{part}_vision"}) if part else ({}, {})
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]}
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "out_hidden_size": 64, "image_size": 32}
+    return _grid(name, {"rope_parameters": rope} | kinds[0] | text, sizes | kinds[1], "<|image|>")
+
+
+QWEN2_VL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 2, 3]}
+GLM_EXPERTS = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+
 FAMILIES: dict[str, ImageFamily] = {
     "gemma4-inputs": _gemma4("gemma4-inputs", None, use_clipped_linears=True),
     "gemma4-moe": _gemma4("gemma4-moe", "vision", standardize=True),
+    "glm4v": _glm("Glm4v", {}),
+    "glm4v-moe": _glm("Glm4vMoe", GLM_EXPERTS),
+    "glm46v-moe": _glm("Glm46V", GLM_EXPERTS, "glm4v_moe"),
+    "qwen2-vl": _grid(
+        "Qwen2VL", {"rope_parameters": QWEN2_VL_ROPE}, {"embed_dim": 48, "hidden_size": 64}, "<|image_pad|>"
+    ),
+    "idefics3": _idefics("Idefics3"),
+    "smolvlm": _idefics("SmolVLM"),
+    "internvl": _intern("qwen2"),
     "mistral3": _mistral3({"model_type": "mistral", "sliding_window": None}),
     "ministral3": _mistral3({"model_type": "ministral3"} | TEXTS["ministral3"][1]),
 }
@@ -168,7 +281,9 @@ def processed(folder: Path, family: str, messages: list[dict[str, Any]]) -> dict
     images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     if own.name == "Mistral3":
         return _mistral3_inputs(own, images, messages)
-    kind = getattr(transformers, f"{own.name}Processor")
+    # That of SmolVLM, which is as Idefics 3's, needs one more package.
+    name = "Idefics3" if own.name == "SmolVLM" else own.name.replace("Moe", "")
+    kind = getattr(transformers, f"{name}Processor")
     unchecked = {"check_argument_for_proper_class": lambda *args: None}  # its parts for sound and video may be missing
     processor = type(own.name, (kind,), unchecked)(
         image_processor=images, tokenizer=tokenizer(own), chat_template=template(own), **own.processor
@@ -192,18 +307,18 @@ def _mistral3_inputs(own: ImageFamily, processor: Any, messages: list[dict[str, 
 
 def expected(model: Any, inputs: dict[str, Tensor], ids: list[int]) -> Tensor:
     """The log-probabilities of a text that begins with a processed conversation, by transformers: [tokens, vocab]."""
-    tokens, kinds = torch.tensor([ids]), inputs.get("mm_token_type_ids")
-    others = {name: values for name, values in inputs.items() if name not in ("attention_mask", "mm_token_type_ids")}
-    if kinds is not None:
-        others["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (0, len(ids) - kinds.shape[1]))
+    tokens = torch.tensor([ids])
+    others = {name: values for name, values in inputs.items() if name != "attention_mask"}
     with torch.inference_mode():
-        logits: Tensor = model(**others | {"input_ids": tokens}).logits
+        kinds = (tokens == IMAGE_ID).int()
+        logits: Tensor = model(**others | {"input_ids": tokens, "mm_token_type_ids": kinds}).logits
     return logits[0].float().log_softmax(-1)
 
 
 def _randomise(model: Any) -> None:
     """Change the weights that transformers initialises all alike, or a mistake with them would not show."""
     with torch.no_grad():
+        model.lm_head.weight[IMAGE_ID] = 0.0  # it is hardly ever generated then, as it has no image
         for name, values in model.named_parameters():
             if values.dim() == 1:
                 values.add_(torch.randn_like(values) / 5)

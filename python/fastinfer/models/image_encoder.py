@@ -14,11 +14,13 @@ from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gemma4_images import Gemma4Family
 from fastinfer.models.gemma_images import GemmaFamily
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.idefics_images import IdeficsFamily
 from fastinfer.models.image_modules import ImageFamily, ImageModules, architecture_of
 from fastinfer.models.image_tokens import EncodedImage, ImageLayout
+from fastinfer.models.intern_images import InternFamily
 from fastinfer.models.mistral_images import MistralFamily
 from fastinfer.models.mmproj import Mmproj, find_mmproj
-from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL
+from fastinfer.models.qwen_images import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_VL
 from fastinfer.utils.forks import renew_in_children
 from fastinfer.utils.text import one_line
 
@@ -30,12 +32,19 @@ MISSING = "images need the packages transformers and pillow: install fastinfer[i
 FAMILIES: dict[str, ImageFamily] = {
     "Gemma3ForConditionalGeneration": GemmaFamily(),
     "Gemma4ForConditionalGeneration": Gemma4Family(),
+    "Glm46VForConditionalGeneration": GLM4V,
+    "Glm4vForConditionalGeneration": GLM4V,
+    "Glm4vMoeForConditionalGeneration": GLM4V,
+    "Idefics3ForConditionalGeneration": IdeficsFamily(),
+    "InternVLForConditionalGeneration": InternFamily(),
     "Mistral3ForConditionalGeneration": MistralFamily(),
+    "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
+    "SmolVLMForConditionalGeneration": IdeficsFamily(),
 }
 
 

@@ -1,15 +1,16 @@
 """Base of the families whose images transformers' own model turns into rows, given what its processor makes of them."""
 
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.image_modules import check_equal, make_module, read_processor, read_weights
+from fastinfer.models.image_modules import check_equal, make_without_text, read_processor, read_weights
 from fastinfer.models.image_tokens import EncodedImage, ImageLayout
 
 
@@ -19,10 +20,12 @@ class FeatureFamily:
     Attributes:
         placeholder: what the chat template writes for an image.
         inputs: names of the processor's outputs that the model reads.
+        options: arguments of the processor.
     """
 
     placeholder: str
     inputs: tuple[str, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def check(self, path: Path, config: ModelConfig, fields: Any, processor: Any) -> None:
         """Refuse settings that contradict each other, or are not implemented.
@@ -51,7 +54,7 @@ class FeatureFamily:
 
     def process(self, processor: Any, image: Any) -> dict[str, Any]:
         """Return what the model reads of an image, by name."""
-        outputs = processor(images=[image], return_tensors="pt")
+        outputs = processor(images=[image], return_tensors="pt", **self.options)
         return {name: outputs[name] for name in self.inputs}
 
     def encoded(self, fields: Any, features: torch.Tensor, digest: bytes) -> EncodedImage:
@@ -73,7 +76,7 @@ class FeatureFamily:
         processor = self.read_processor(path)
         check_equal(path, "text_config.hidden_size", fields.text_config.hidden_size, config.hidden_size)
         self.check(path, config, fields, processor)
-        model = _without_text(fields, dtype)
+        model = make_without_text(fields, dtype)
         for name, module in model.named_children():
             read_weights(path, module, self.prefixes(name), device)
         return FeatureImages(self, fields, model.eval(), processor)
@@ -113,16 +116,3 @@ class FeatureImages:
         rows = self.model.get_image_features(**inputs).pooler_output
         features = torch.cat([part.flatten(0, -2) for part in rows])
         return self.family.encoded(self.fields, features[None].cpu(), digest)
-
-
-def _without_text(fields: Any, dtype: torch.dtype) -> Any:
-    """Return a model whose weights are to be read, without its parts for text and sound."""
-    fields = deepcopy(fields)
-    text = fields.text_config
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
-    fields.audio_config = None
-    model = make_module(fields, dtype)
-    for name in ("language_model", "text_model"):
-        if hasattr(model, name):
-            setattr(model, name, None)
-    return model

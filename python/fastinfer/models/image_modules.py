@@ -1,5 +1,6 @@
 """Base of the encoders of images: modules of transformers, with weights from a folder."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,6 +78,19 @@ def make_module(fields: Any, dtype: torch.dtype) -> Any:
 
     with no_init_weights():
         return AutoModel.from_config(fields, dtype=dtype)
+
+
+def make_without_text(fields: Any, dtype: torch.dtype) -> Any:
+    """Return a model for a whole configuration, without its parts for text and sound, whose weights are to be read."""
+    fields = deepcopy(fields)
+    text = fields.text_config
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    fields.audio_config = None
+    model = make_module(fields, dtype)
+    for name in ("language_model", "text_model"):
+        if hasattr(model, name):
+            setattr(model, name, None)
+    return model
 
 
 def read_weights(path: Path, module: Any, prefixes: tuple[str, ...], device: str) -> Any:

@@ -1,4 +1,4 @@
-"""Images of Qwen2.5-VL, Qwen3-VL and Qwen3.5: squares of patches, rotated by row and column."""
+"""Images of Qwen-VL, Qwen3.5 and GLM-4.xV: squares of patches, rotated by row and column."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,8 @@ from torch import Tensor
 
 from fastinfer.errors import CheckpointFormatError
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.image_modules import check_equal, make_module, read_processor, read_weights
+from fastinfer.models.image_modules import check_equal, make_without_text, read_processor, read_weights
 from fastinfer.models.image_tokens import EncodedImage, ImageLayout
-
-TOKEN = "<|image_pad|>"
 
 
 @dataclass(frozen=True)
@@ -24,10 +22,14 @@ class QwenFamily:
         interleaved: whether the frequencies of rows and columns alternate with those of time, instead of following
             them.
         sections: numbers of frequencies of time, rows and columns in files that do not say them.
+        placeholder: what the chat template writes for an image, which is the image's token.
+        width: name of the size of the encoder's rows.
     """
 
     interleaved: bool
     sections: tuple[int, int, int]
+    placeholder: str = "<|image_pad|>"
+    width: str = "out_hidden_size"
 
     def read(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: str) -> "QwenImages":
         """Load the modules of a folder."""
@@ -39,13 +41,13 @@ class QwenFamily:
         check_equal(path, "merge_size of the image processor", processor.merge_size, vision.spatial_merge_size)
         times = vision.temporal_patch_size
         check_equal(path, "temporal_patch_size of the image processor", processor.temporal_patch_size, times)
-        check_equal(path, "vision_config.out_hidden_size", vision.out_hidden_size, config.hidden_size)
+        check_equal(path, f"vision_config.{self.width}", getattr(vision, self.width), config.hidden_size)
         rope = getattr(fields.get_text_config(), "rope_parameters", None) or {}
         sections = rope.get("mrope_section") or self.sections
         return QwenImages(
-            module=read_weights(path, make_module(vision, dtype), ("model.visual.", "visual."), device),
+            module=read_weights(path, make_without_text(fields, dtype).visual, ("model.visual.", "visual."), device),
             processor=processor,
-            placeholder=TOKEN,
+            placeholder=self.placeholder,
             token_id=fields.image_token_id,
             merge_size=vision.spatial_merge_size,
             rotary_axes=rotary_axes(path.name, config.rotary_dim // 2, sections, self.interleaved),
@@ -116,6 +118,8 @@ def rotary_axes(name: str, count: int, sections: Any, interleaved: bool) -> Tens
     return axes
 
 
+QWEN2_VL = QwenFamily(False, (16, 24, 24), width="hidden_size")
 QWEN2_5_VL = QwenFamily(False, (16, 24, 24))
 QWEN3_VL = QwenFamily(True, (24, 20, 20))
 QWEN3_5 = QwenFamily(True, (11, 11, 10))
+GLM4V = QwenFamily(False, (8, 12, 12), placeholder="<|image|>")
