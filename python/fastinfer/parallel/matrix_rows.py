@@ -100,8 +100,8 @@ def divided_rows(division: Division, name: str) -> list[Rows]:
     if ".experts." in name and division.has_whole_experts:
         return []
     if part in OUTPUTS:
-        size = division.output_size(name)
-        return [] if has_columns(division, name) else [Rows(division.tiles(size), size)]
+        outputs = division.output_size(name)
+        return [] if has_columns(division, name) else [Rows(division.tiles(outputs), outputs)]
     if part in INPUTS:
         return [_inner_tiles(division, division.inner_size(name))]
     layer = int(name.split(".")[1])
