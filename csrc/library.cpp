@@ -48,10 +48,10 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   def_with_out(m, "paged_attention",
                "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start, "
                "float scale, int window, float softcap, Tensor? sinks, Tensor(a!)? lse, Tensor? k_scale=None, "
-               "Tensor? v_scale=None, Tensor? plan=None");
+               "Tensor? v_scale=None, Tensor? plan=None, bool chunked=False");
   m.def(
-      "paged_attention_plan(Tensor seq_lens, Tensor query_start, int q_heads, int kv_heads, int head_dim, int window) "
-      "-> Tensor");
+      "paged_attention_plan(Tensor seq_lens, Tensor query_start, int q_heads, int kv_heads, int head_dim, int window, "
+      "bool chunked=False) -> Tensor");
   m.def("store_page_bounds(Tensor(a!) bounds, Tensor k_cache, Tensor? k_scale, Tensor slot_mapping) -> ()");
   m.def(
       "select_pages(Tensor q, Tensor bounds, Tensor block_table, Tensor seq_lens, Tensor query_start, int block_size, "

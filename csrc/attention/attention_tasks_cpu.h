@@ -131,7 +131,7 @@ class AttentionTasks {
       const int first_query = std::max(queries.first, blind_queries(p_, seq));
       for (int end = queries.end; end > first_query; end -= task_tokens_) {
         const int begin = std::max(first_query, end - task_tokens_);
-        const int first = p_.window > 0 ? std::max(0, before + begin - p_.window + 1) : 0;
+        const int first = p_.first_visible(before + begin);
         for (int head = 0; head < p_.kv_heads; ++head) {
           fn(AttentionTask{{seq, head, begin, end}, first / kTile, ceil_div(before + end, kTile), 0, 1, 0});
         }

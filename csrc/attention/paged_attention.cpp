@@ -102,7 +102,7 @@ int clamp_window(int64_t window) {
 
 // A new work plan, made on the device.
 Tensor make_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
-                 int64_t window, const cuda::PagedAttentionPlan& launch) {
+                 int64_t window, bool chunked, const cuda::PagedAttentionPlan& launch) {
   Tensor plan = new_tensor(seq_lens, {launch.plan_ints});
   const PagedAttentionPlanParams params{
       .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
@@ -113,6 +113,7 @@ Tensor make_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_he
       .kv_heads = static_cast<int>(kv_heads),
       .head_dim = static_cast<int>(head_dim),
       .window = clamp_window(window),
+      .chunked = chunked,
       .blocks = static_cast<int>(launch.attention.grid),
       .batch_invariant = batch_invariant(),
   };
@@ -124,7 +125,7 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
                        const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start, double scale,
                        int64_t window, double softcap, const std::optional<Tensor>& sinks,
                        const std::optional<Tensor>& lse, const std::optional<Tensor>& k_scale,
-                       const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan) {
+                       const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan, bool chunked) {
   const Checks check("paged_attention", q);
   check.shape(q, "q", {kAny, kAny, kAny});
   const int64_t tokens = q.size(0), q_heads = q.size(1), head_dim = q.size(2);
@@ -176,6 +177,7 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
       .head_dim = static_cast<int>(head_dim),
       .value_dim = static_cast<int>(value_dim),
       .window = clamp_window(window),
+      .chunked = chunked,
       .scale = static_cast<float>(scale),
       .softcap = checked_softcap(check, softcap),
       .dtype = check.float_dtype(q, "q"),
@@ -199,7 +201,8 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
     check.contiguous(*plan, "plan");
     check.require(reinterpret_cast<uintptr_t>(plan->data_ptr()) % 16 == 0, "plan must be aligned to 16 bytes");
   }
-  const Tensor steps = plan ? *plan : make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window, launch);
+  const Tensor steps =
+      plan ? *plan : make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window, chunked, launch);
   const Tensor workspace = new_tensor(q, {launch.workspace_bytes}, ScalarType::Byte);
   params.plan = static_cast<int32_t*>(steps.data_ptr());
   params.workspace = static_cast<float*>(workspace.data_ptr());
@@ -209,7 +212,7 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
 }
 
 Tensor paged_attention_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_heads, int64_t kv_heads,
-                            int64_t head_dim, int64_t window) {
+                            int64_t head_dim, int64_t window, bool chunked) {
   const Checks check("paged_attention_plan", seq_lens);
   check.shape(seq_lens, "seq_lens", {kAny});
   const int64_t seqs = seq_lens.size(0);
@@ -223,7 +226,7 @@ Tensor paged_attention_plan(const Tensor& seq_lens, const Tensor& query_start, i
   check.require(window >= 0, "window must be 0 (none) or positive, got ", window);
   const cuda::Device* const gpu = gpu_of(seq_lens);
   if (gpu == nullptr) return new_tensor(seq_lens, {0});  // the CPU kernel plans as it goes
-  return make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window,
+  return make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window, chunked,
                    cuda::plan_paged_attention(seqs, head_dim, *gpu));
 }
 

@@ -10,6 +10,12 @@
 
 namespace fastinfer {
 
+// The first position that a query sees. A window ends with the query; a chunk begins at a multiple of its length.
+FASTINFER_HOST_DEVICE inline int first_visible(int position, int window, bool chunked) {
+  if (window == 0 || position < window) return 0;
+  return chunked ? position - position % window : position - window + 1;
+}
+
 // The elements of a cache: floats; integers or small floats with a factor scale[position, head]; or four bits, see
 // kv_int4.h.
 enum class CacheQuantization { kNone, kInt8, kFp8, kInt4 };
@@ -36,6 +42,7 @@ struct PagedAttentionParams {
   int head_dim;
   int value_dim;  // head_dim, or less with values in the keys
   int window;     // 0: none
+  bool chunked;   // the windows are chunks, see first_visible
   float scale;
   float softcap;                        // 0: none
   DType dtype;                          // of q and out
@@ -51,6 +58,10 @@ struct PagedAttentionParams {
   int64_t m = std::numeric_limits<int64_t>::max();
   // Tokens from this one on are a prompt's: in bf16 where the CPU multiplies it (binding/prompt_rows.h).
   int64_t first_prompt_row = std::numeric_limits<int64_t>::max();
+
+  FASTINFER_HOST_DEVICE int first_visible(int position) const {
+    return fastinfer::first_visible(position, window, chunked);
+  }
 
   // Each row of the cache is a key, and its first elements are the value.
   FASTINFER_HOST_DEVICE bool values_in_keys() const {

@@ -32,10 +32,10 @@ __device__ int64_t inclusive_sum(int64_t value, int64_t* warp_sums) {
 }
 
 // Units of a KV head of a sequence; `longest` becomes at least those of its longest row tile.
-__device__ int64_t units_per_head(const QueryRows& queries, int window, int head_dim, int64_t& longest) {
+__device__ int64_t units_per_head(const QueryRows& queries, const PagedAttentionPlanParams& p, int64_t& longest) {
   int64_t units = 0;
-  for (int i = 0; i < queries.row_tiles(row_tile(head_dim)); ++i) {
-    const int64_t own = RowTile(queries, i, window, head_dim).kv_tiles;
+  for (int i = 0; i < queries.row_tiles(row_tile(p.head_dim)); ++i) {
+    const int64_t own = RowTile(queries, i, p.window, p.chunked, p.head_dim).kv_tiles;
     units += own, longest = max(longest, own);
   }
   return units;
@@ -70,7 +70,7 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
   bool decodes = false;  // has rows for decode
   const int64_t units = add_up([&](const QueryRows& queries) {
     decodes |= queries.rows > 0 && queries.rows <= kDecodeRows;
-    return p.kv_heads * units_per_head(queries, p.window, p.head_dim, longest);
+    return p.kv_heads * units_per_head(queries, p, longest);
   });
   const int64_t per_block = max((units + p.blocks - 1) / p.blocks, kMinUnits);
   const int64_t rounds = (row_tiles + p.blocks - 1) / p.blocks;
@@ -95,7 +95,8 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
     const int64_t per_head = (plan.ends[low] - before) / p.kv_heads;
     int64_t rest = (unit - before) % per_head;
     int row_tile = 0, tiles = 0;
-    for (; rest >= (tiles = RowTile(queries, row_tile, p.window, p.head_dim).kv_tiles); ++row_tile) rest -= tiles;
+    const auto tiles_of = [&](int index) { return RowTile(queries, index, p.window, p.chunked, p.head_dim).kv_tiles; };
+    for (; rest >= (tiles = tiles_of(row_tile)); ++row_tile) rest -= tiles;
     return WorkPosition{static_cast<int32_t>(low), static_cast<int32_t>((unit - before) / per_head), row_tile,
                         static_cast<int32_t>(rest)};
   };

@@ -22,6 +22,7 @@ struct PagedAttentionPlanParams {
   int kv_heads;
   int head_dim;
   int window;  // 0: none
+  bool chunked;
   int blocks;  // blocks of the attention kernel
   bool batch_invariant;
 };

@@ -91,7 +91,7 @@ class RowSoftmax {
 
   // Does a row of the warp see any of these positions?
   __device__ bool sees(int first, int count) const {
-    return first <= last_position_ && (p_.window == 0 || first + count > first_position_ - p_.window + 1);
+    return first <= last_position_ && (p_.window == 0 || first + count > p_.first_visible(first_position_));
   }
 
   // Turns the logits of positions `first` and on into probabilities relative to the rows' maxima, which may rise
@@ -118,7 +118,7 @@ class RowSoftmax {
         }
       }
     }
-    if (first + kPositions - 1 > first_position_ || (p_.window > 0 && first <= last_position_ - p_.window))
+    if (first + kPositions - 1 > first_position_ || (p_.window > 0 && first < p_.first_visible(last_position_)))
         [[unlikely]] {
       mask(logits, first);
     }
@@ -199,8 +199,8 @@ class RowSoftmax {
         // for the others.
         const int lane = static_cast<int>(opaque(threadIdx.x) % kWarpSize);
         const int row = row0_ + warp_row() + 16 * r + lane / 4 + 8 * i;
-        const int end = first_query_position_ + row / (p_.q_heads / p_.kv_heads) + 1 - (first + lane % 4 * 2);
-        const int begin = p_.window > 0 ? end - p_.window : 0;
+        const int at = first_query_position_ + row / (p_.q_heads / p_.kv_heads), offset = first + lane % 4 * 2;
+        const int begin = p_.first_visible(at) - offset, end = at + 1 - offset;
 #pragma unroll
         for (int n = 0; n < kPositions / 8; ++n) {
 #pragma unroll

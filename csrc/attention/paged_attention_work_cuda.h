@@ -82,12 +82,12 @@ struct QueryRows {
 
 // A row tile, and the positions that at least one of its rows sees.
 struct RowTile {
-  FASTINFER_HOST_DEVICE RowTile(const QueryRows& queries, int index, int window, int head_dim)
+  FASTINFER_HOST_DEVICE RowTile(const QueryRows& queries, int index, int window, bool chunked, int head_dim)
       : row_begin(index * row_tile(head_dim)), row_end(min(row_begin + row_tile(head_dim), queries.rows)) {
     const int tile = kv_tile(head_dim);
     const int first = queries.first_position + row_begin / queries.group;
     const int last = queries.first_position + (row_end - 1) / queries.group;
-    kv_begin = window > 0 ? max(first - window + 1, 0) : 0;
+    kv_begin = first_visible(first, window, chunked);
     kv_end = max(last + 1, kv_begin);
     first_kv_tile = kv_begin / tile;
     kv_tiles = max((kv_end + tile - 1) / tile - first_kv_tile, 1);  // rows that see nothing are work, too
@@ -103,7 +103,7 @@ struct WorkItem {
   __device__ WorkItem(const PagedAttentionParams& p, const WorkPosition& at_, int units)
       : at(at_),
         queries(p.query_start, p.seq_lens, at.seq, p.q_heads / p.kv_heads),
-        rows(queries, at.row_tile, p.window, p.head_dim),
+        rows(queries, at.row_tile, p.window, p.chunked, p.head_dim),
         tiles(min(rows.kv_tiles - at.kv_tile, units)) {}
 
   __device__ int row_count() const {

@@ -82,7 +82,7 @@ class QueryTileAttention {
     const int queries = p_.query_start[rows.seq + 1] - p_.query_start[rows.seq];
     const int first_position = p_.seq_lens[rows.seq] - queries + rows.token_begin;
     for (int r = 0; r < count_; ++r) position_[r] = first_position + r / group_;
-    kv_begin_ = p_.window > 0 ? std::max(0, first_position - p_.window + 1) : 0;
+    kv_begin_ = p_.first_visible(first_position);
     kv_end_ = first_position + (rows.token_end - rows.token_begin);
 #if !defined(FASTINFER_BF16_PROMPTS)
     direct_ = count_ <= kFewRows && p_.head_dim % kLanes == 0;
@@ -158,7 +158,7 @@ class QueryTileAttention {
   void run_tile(const KvPages<C>& pages, int tile, const KvTile<C>& found, const KvTile<C>& next,
                 const AttentionState& state) {
     for (int r = 0; r < count_; ++r) {
-      const int end = position_[r] + 1 - tile * kTile, first = p_.window > 0 ? end - p_.window : 0;
+      const int first = p_.first_visible(position_[r]) - tile * kTile, end = position_[r] + 1 - tile * kTile;
       seen_[r] = {std::clamp(first, 0, kTile), std::clamp(end, 0, kTile)};
     }
 #if defined(FASTINFER_BF16_PROMPTS)

@@ -33,6 +33,7 @@ from fastinfer.cli.memory_bounds import (
     kv_cache_bytes,
     module_token_bytes,
     page_bounds_bytes,
+    positions_of_last,
 )
 from fastinfer.cli.memory_description import describe
 from fastinfer.engine.config import EngineConfig
@@ -211,6 +212,17 @@ def test_attended_positions(tokens: int, tmp_path: Path) -> None:
         min(position, config.window(index) or position) for index in range(7) for position in range(1, tokens + 1)
     )
     assert attended_positions(config, tokens).total() == expected
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 39, 40, 41, 200])
+def test_attended_positions_of_chunks(tokens: int, tmp_path: Path) -> None:
+    """Four layers with chunks of 40 and one without."""
+    save_model(tmp_path, "llama4")
+    config = open_checkpoint(tmp_path).config
+    assert config.windows == (40, 40, 0, 40, 40)
+    expected = sum(4 * (position % 40 + 1) + position + 1 for position in range(tokens))
+    assert attended_positions(config, tokens).total() == expected
+    assert positions_of_last(config, tokens + 1, range(5)).total() == 4 * (tokens % 40 + 1) + tokens + 1
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)

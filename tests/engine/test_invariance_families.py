@@ -115,6 +115,16 @@ NEMOTRON = MAMBA2 | {
 }
 # Experts of projected hidden states.
 NEMOTRON_LATENT = NEMOTRON | {"expert_latent_size": 96}
+# Windows that are chunks of the text, and queries that grow in the layer between them.
+CHUNKS = {
+    "windows": (8, 0, 8),
+    "chunked_windows": True,
+    "unrotated_layers": {1},
+    "query_growth": 0.5,
+    "query_length": 7,
+    "query_offset": 1,
+    "growing_layers": {1},
+}
 XIELU = {"gated": False, "activation": "xielu"}
 # Mamba-2 and attention with the same input, with factors.
 FALCON = {
@@ -196,6 +206,8 @@ MODELS: dict[str, tuple[dict[str, Any], Form, str]] = {
         lambda name, v: Dense(v) if name.endswith("router") else int4(v),
         "auto",
     ),
+    "chunks, int4": (CHUNKS, lambda _, values: int4(values), "auto"),
+    "chunks, bf16": (CHUNKS, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "xielu, int4": (XIELU, lambda _, values: int4(values), "auto"),
     "mamba 2, bf16": (MAMBA2, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "falcon, int4": (FALCON, lambda _, values: int4(values), "auto"),

@@ -1,4 +1,4 @@
-"""Llama 4: where its context ends, and what is refused."""
+"""Llama 4: chunks of the text, growing queries, experts, and what is refused."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from support.families import expected, load, make_model, some_tokens
 from support.teacher_forcing import log_probabilities
 
-from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError, UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.hf_config import read_hf_config
 
@@ -25,36 +25,41 @@ def read(folder: Path, **changes: Any) -> ModelConfig:
     return read_hf_config(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "length"),
-    [
-        ({}, 180),
-        ({"attention_chunk_size": 230}, 199),
-        ({"attention_chunk_size": 230, "attn_temperature_tuning": False}, 230),
-        ({"attention_chunk_size": 230, "attn_temperature_tuning": 4}, 199),
-        ({"layer_types": KINDS}, 199),
-        ({"layer_types": KINDS, "no_rope_layers": [1] * 5}, 256),
-        ({"layer_types": KINDS, "floor_scale": 500}, 256),
-        ({"attention_chunk_size": 500, "floor_scale": 500}, 256),
-    ],
-)
-def test_the_context_ends_before_attention_changes(changes: dict[str, Any], length: int, tmp_path: Path) -> None:
-    config = read(tmp_path, **changes)
-    assert config.max_position == length
-    config.check_length(length)
-    with pytest.raises(RequestError, match=f"expected at most the model's {length} positions, got {length + 1}"):
-        config.check_length(length + 1)
-
-
-def test_the_whole_context_is_that_of_the_model(tmp_path: Path) -> None:
-    """The token behind it would see no other in some layers."""
-    model, longer = (make_model("llama4", attention_chunk_size=chunk) for chunk in (149, 150))
+@pytest.mark.parametrize("chunk", [1, 7, 64, 149, 150, 500])
+def test_the_text_is_cut_into_chunks(chunk: int, tmp_path: Path) -> None:
+    """Whose ends are within the text, at its end and behind it."""
+    model = make_model("llama4", attention_chunk_size=chunk)
     model.save_pretrained(tmp_path)
-    decoder, reference = load(tmp_path), expected(model, some_tokens())
-    assert decoder.config.max_position == len(some_tokens()) - 1 == 149
-    got = log_probabilities(decoder, some_tokens()[:149], "float32")
-    assert (got - reference[:149]).abs().max() < 1e-4
-    assert (expected(longer, some_tokens()) - reference)[149].abs().max() > 0.1
+    reference = expected(model, some_tokens())
+    got = log_probabilities(load(tmp_path), some_tokens(), "float32")
+    assert (got - reference).abs().max() < 1e-4
+    longer = expected(make_model("llama4", attention_chunk_size=chunk + 1), some_tokens())
+    changed = (longer - reference).abs().amax(-1) > 0.1
+    assert not changed[:chunk].any()
+    assert changed[chunk:].any() == (chunk < len(some_tokens()))
+
+
+@pytest.mark.parametrize("changes", [{"floor_scale": 1}, {"floor_scale": 150}, {"attn_scale": 2.0, "floor_scale": 77}])
+def test_queries_grow_without_rotation(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Also from the first position on, and at the last one alone."""
+    model = make_model("llama4", **changes)
+    model.save_pretrained(tmp_path)
+    reference = expected(model, some_tokens())
+    assert (log_probabilities(load(tmp_path), some_tokens(), "float32") - reference).abs().max() < 1e-4
+    plain = expected(make_model("llama4", **changes, attn_temperature_tuning=False), some_tokens())
+    assert (plain - reference).abs().amax(-1).gt(1e-3).nonzero()[0] >= changes["floor_scale"] - 1
+    assert (plain - reference)[-1].abs().max() > 1e-3
+
+
+def test_windows_and_growth(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert (config.windows, config.chunked_windows) == ((40, 40, 0, 40, 40), True)
+    assert [config.has_growing_queries(layer) for layer in range(5)] == [False, False, True, False, False]
+    assert (config.query_growth, config.query_length, config.query_offset) == (0.3, 30, 1)
+    assert config.max_position == 256
+    config = read(tmp_path, layer_types=KINDS, attn_temperature_tuning=False)
+    assert (config.windows, config.chunked_windows, config.query_growth) == ((), False, 0.0)
+    assert read(tmp_path, attn_temperature_tuning=4).query_growth == 0.3
 
 
 def test_layers(tmp_path: Path) -> None:
@@ -77,7 +82,8 @@ def test_layers(tmp_path: Path) -> None:
             "expected 5 of chunked_attention and full_",
         ),
         ({"attention_chunk_size": 0}, CheckpointFormatError, "attention_chunk_size: expected 1 to"),
-        ({"floor_scale": 1}, CheckpointFormatError, "floor_scale: expected 2 to"),
+        ({"floor_scale": 0}, CheckpointFormatError, "floor_scale: expected 1 to"),
+        ({"attn_scale": -1.0}, CheckpointFormatError, "attn_scale: expected"),
         ({"no_rope_layers": [1, 0]}, CheckpointFormatError, "no_rope_layers: expected 5 numbers"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},

@@ -97,6 +97,37 @@ def test_options(window: int, softcap: float, sinks: bool, dtype: torch.dtype, d
     assert_attention(batch, window=window, softcap=softcap, sinks=sink_logits)
 
 
+# (queries, cached length): within the first chunk, at both sides of a chunk's end, and over several chunks.
+CHUNKED_LENGTHS = [(1, 40), (1, 128), (1, 129), (3, 130), (33, 33), (70, 900), (0, 7), (1, 1025)]
+
+
+@per_device(
+    "dtype, q_heads, kv_heads, head_dim, block_size",
+    [(torch.float32, 6, 2, 64, 16), (torch.bfloat16, 9, 1, 128, 32), (torch.float16, 1, 1, 13, 5)],
+    [(torch.bfloat16, 6, 2, 64, 16), (torch.float16, 9, 1, 128, 32), (torch.bfloat16, 3, 1, 256, 5)],
+)
+@pytest.mark.parametrize("chunk", [0, 1, 7, 64, 128, 129, 2000])
+def test_chunks(
+    chunk: int, dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, block_size: int, device: str
+) -> None:
+    """A query sees its own chunk up to itself; a chunk may be longer than the text, and 0 is none."""
+    batch = make_batch(CHUNKED_LENGTHS, q_heads, kv_heads, head_dim, block_size, dtype, device=device)
+    assert_attention(batch, window=chunk, chunked=True)
+
+
+@per_device("dtype", [torch.float32, torch.bfloat16], LOW)
+def test_chunks_with_options(dtype: torch.dtype, device: str) -> None:
+    options = {"softcap": 2.0, "sinks": torch.tensor([-3.0, 0.0, 2.0, 5.0, -torch.inf, 30.0], device=device)}
+    batch = make_batch(CHUNKED_LENGTHS, 6, 2, 64, 16, dtype, device=device)
+    assert_attention(batch, window=100, chunked=True, **options)
+    assert_attention(quantized(batch, torch.int8), window=100, chunked=True, **options)
+
+
+def test_chunks_with_values_in_keys() -> None:
+    batch = with_values_in_keys(make_batch(CHUNKED_LENGTHS, 6, 1, 80, 16), 64)
+    assert_attention(batch, window=100, chunked=True)
+
+
 @pytest.mark.parametrize("queries", [1, 700])
 @pytest.mark.parametrize("softcap", [0.5, 30.0, 1e3, 1e6])
 def test_error_of_capped_logits(softcap: float, queries: int) -> None:
@@ -160,6 +191,24 @@ def test_positions_outside_every_window_are_not_read(queries: int, dtype: torch.
     assert_bitwise(batch.run(window=100), expected)
 
 
+@fp32_or_bf16
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize(("chunk", "first"), [(100, 500), (496, 496), (83, 498), (512, 512)])
+def test_positions_before_the_chunk_are_not_read(
+    chunk: int, first: int, queries: int, dtype: torch.dtype, device: str
+) -> None:
+    """Of the first query, at 580 or at the chunk's first position; nor the pages before, which may have been given
+    back."""
+    for begin in (first, max(first, 580)):
+        batch = make_batch([(queries, begin + queries)], block_size=16, dtype=dtype, device=device)
+        expected = batch.run(window=chunk, chunked=True)
+        for cache in (batch.k_cache, batch.v_cache):
+            cache[batch.block_table[0, : first // 16].long()] = torch.nan
+            cache[batch.block_table[0, first // 16], : first % 16] = torch.nan
+        batch.block_table[0, : first // 16] = -7
+        assert_bitwise(batch.run(window=chunk, chunked=True), expected)
+
+
 @per_device("dtype", DTYPES, LOW)
 def test_strided_queries(dtype: torch.dtype, device: str) -> None:
     batch = make_batch(BATCHES["mixed"], dtype=dtype, device=device)
@@ -181,14 +230,14 @@ bitwise_or_close = per_device(
 
 @pytest.mark.repeats
 @bitwise_or_close
-@pytest.mark.parametrize("window", [0, 200])
+@pytest.mark.parametrize(("window", "chunked"), [(0, False), (200, False), (200, True)])
 def test_whole_chunked_and_decoded_are_equal(
-    dtype: torch.dtype, close: dict[str, float], window: int, device: str
+    dtype: torch.dtype, close: dict[str, float], window: int, chunked: bool, device: str
 ) -> None:
     """A query's row depends on its sequence alone, not on the queries or sequences that run beside it."""
     length = 530
     whole = make_batch([(length, length)], 3, 1, 64, dtype=dtype, device=device)
-    expected = whole.run(window=window)
+    expected = whole.run(window=window, chunked=chunked)
     for cuts in [[0, 1, 17, 300, 512, 513, 530], [0, 400, 529, 530]]:
         for begin, end in pairwise(cuts):
             rows = Batch(
@@ -199,7 +248,7 @@ def test_whole_chunked_and_decoded_are_equal(
                 torch.tensor([end], dtype=torch.int32, device=device),
                 torch.tensor([0, end - begin], dtype=torch.int32, device=device),
             )
-            torch.testing.assert_close(rows.run(window=window), expected[begin:end], **close)
+            torch.testing.assert_close(rows.run(window=window, chunked=chunked), expected[begin:end], **close)
 
 
 @pytest.mark.repeats
@@ -232,6 +281,7 @@ def test_threads_of_a_long_window() -> None:
     """Its first split is not whole, and the pieces of the work are."""
     batch = make_batch([(1, 9000)])
     assert_bitwise(*per_thread_count(lambda: batch.run(window=4150)))
+    assert_bitwise(*per_thread_count(lambda: batch.run(window=4150, chunked=True)))
 
 
 CACHES = [torch.float16, torch.int8, torch.float8_e4m3fn]
@@ -500,12 +550,12 @@ def test_nan_in_an_int4_value_shows_to_those_that_see_it_alone() -> None:
 @fp32_or_bf16
 def test_a_plan_serves_every_call_of_its_step(dtype: torch.dtype, device: str) -> None:
     """And is as it was afterwards: the third call finds what the first one found."""
-    for window in (0, 70):
+    for window, chunked in ((0, False), (70, False), (70, True)):
         batch = make_batch(BATCHES["mixed"], dtype=dtype, device=device)
-        plan = ops.paged_attention_plan(batch.seq_lens, batch.query_start, 9, 3, 64, window)
-        expected = batch.run(window=window)
+        plan = ops.paged_attention_plan(batch.seq_lens, batch.query_start, 9, 3, 64, window, chunked)
+        expected = batch.run(window=window, chunked=chunked)
         for _ in range(3):
-            assert_bitwise(batch.run(window=window, plan=plan), expected)
+            assert_bitwise(batch.run(window=window, chunked=chunked, plan=plan), expected)
 
 
 @low_or_fp32

@@ -88,7 +88,7 @@ LLAMA4 = {
     "num_local_experts": 6,
     "num_experts_per_tok": 1,
     "no_rope_layer_interval": 3,
-    "attention_chunk_size": 180,
+    "attention_chunk_size": 40,
     "rope_parameters": LLAMA3,
 }
 LFM2 = {
@@ -279,11 +279,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoHybrid",
         OLMO_HYBRID | {"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3, "attention_bias": True},
     ),
-    "llama4": ("Llama4", LLAMA4 | {"floor_scale": 200, "interleave_moe_layer_step": 2}),
+    "llama4": ("Llama4", LLAMA4 | {"floor_scale": 30, "attn_scale": 0.3, "interleave_moe_layer_step": 2}),
     "llama4-plain": (
         "Llama4",
         LLAMA4
-        | {"use_qk_norm": False, "attn_temperature_tuning": False, "moe_layers": [0, 2, 3], "attention_bias": True},
+        | {"use_qk_norm": False, "attn_temperature_tuning": False, "moe_layers": [0, 2, 3], "attention_bias": True}
+        | {"attention_chunk_size": 64},
     ),
     "qwen3.5": ("Qwen3_5", LINEAR),
     "qwen3.5-few": ("Qwen3_5", LINEAR | FEW),

@@ -127,6 +127,7 @@ def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     ragged = (int32(0, 1, 2, 3, 4, 5).view(2, 3), int32(40, 20), int32(0, 3, 4))
     yield "paged_attention", (q, *caches, *ragged, 0.125, 0, 0.0, None, None, None, None, None)
     yield "paged_attention", (q, *caches, *ragged, 0.125, 9, 5.0, torch.zeros(4), torch.zeros(4, 4), None, None, None)
+    yield "paged_attention", (q, *caches, *ragged, 0.125, 9, 0.0, None, None, None, None, None, True)
     yield "paged_attention", (q, *integers, *ragged, 0.125, 0, 0.0, None, None, *scales, None)
     codes = torch.zeros(2, 7, 16, 2, 32, dtype=torch.uint8).unbind()
     groups = [torch.zeros(7, 16, 2, count, 2).half() for count in (4, 1)]
@@ -135,6 +136,7 @@ def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "norm_rotary_store", (q.clone(), k, v, *norms, *rotary, False, *codes, *groups, slots, *options)
     yield "paged_attention", (q, *codes, *ragged, 0.125, 0, 0.0, None, None, *groups, None)
     yield "paged_attention_plan", (*ragged[1:], 4, 2, 64, 0)
+    yield "paged_attention_plan", (*ragged[1:], 4, 2, 64, 9, True)
     latent = torch.randn(4, 3, 48).bfloat16(), torch.randn(4, 3, 40).bfloat16()[..., 24:], torch.randn(4, 64).bfloat16()
     joint, rotary = torch.randn(7, 16, 1, 64), (1e-6, torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(16, 10))
     yield (

@@ -259,6 +259,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    chunked: bool = False,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Output [tokens, q_heads, value_dim] and lse [tokens, q_heads], with every step in ``compute_dtype``.
@@ -286,7 +287,7 @@ def paged_attention(
         key = torch.arange(length, device=q.device)
         visible = key <= at
         if window:
-            visible &= key > at - window
+            visible &= key >= at - at % window if chunked else key > at - window
         logits = logits.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             sink = sinks.to(compute_dtype)[:, None, None].expand(-1, count, 1)

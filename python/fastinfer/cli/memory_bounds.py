@@ -301,8 +301,17 @@ def attended_positions(config: ModelConfig, tokens: int) -> Counter[KVShape]:
     for layer in range(config.num_storing_layers):
         if not config.has_state(layer):
             window = min(config.window(layer) or tokens, tokens)
-            pairs[config.kv_shape(layer)] += window * (window + 1) // 2 + (tokens - window) * window
+            if config.chunked_windows and config.window(layer):
+                whole, rest = divmod(tokens, config.window(layer))
+                pairs[config.kv_shape(layer)] += whole * _triangle(config.window(layer)) + _triangle(rest)
+            else:
+                pairs[config.kv_shape(layer)] += _triangle(window) + (tokens - window) * window
     return pairs + positions_of_last(config, tokens, range(config.num_storing_layers, config.num_layers))
+
+
+def _triangle(tokens: int) -> int:
+    """Return the number of pairs of tokens and those up to themselves."""
+    return tokens * (tokens + 1) // 2
 
 
 def positions_of_last(config: ModelConfig, tokens: int, layers: range) -> Counter[KVShape]:
@@ -310,7 +319,10 @@ def positions_of_last(config: ModelConfig, tokens: int, layers: range) -> Counte
     positions: Counter[KVShape] = Counter()
     for layer in layers:
         if not config.has_state(layer):
-            positions[config.kv_shape(layer)] += min(config.window(layer) or tokens, tokens)
+            seen = min(config.window(layer) or tokens, tokens)
+            if config.chunked_windows and config.window(layer):
+                seen = (tokens - 1) % config.window(layer) + 1
+            positions[config.kv_shape(layer)] += seen
     return positions
 
 

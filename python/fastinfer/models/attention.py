@@ -54,6 +54,7 @@ class Attention:
             without keys and values of their own.
         interleaved: whether elements 2i and 2i + 1 of a head are rotated together.
         window: length of the sliding window in positions, 0 for none.
+        chunked: whether the windows are chunks of the text, see :func:`fastinfer.ops.paged_attention`.
         gate_size: number of elements of a token's gate, by whose sigmoids the output is multiplied: num_heads *
             head_dim, num_heads if one is for a whole head, or 0 for none.
         value_columns: [value_dim] int64, the numbers from 0 on, if values have fewer elements than keys: the first
@@ -81,6 +82,7 @@ class Attention:
     query_scales: Tensor | None = None
     interleaved: bool = False
     window: int = 0
+    chunked: bool = False
     gate_size: int = 0
     value_columns: Tensor | None = None
     value_norm: RMSNorm | None = None
@@ -93,9 +95,9 @@ class Attention:
         return AttentionPlan(ops.paged_attention_plan(batch.lens(self.window), batch.query_start, *self.plan_sizes))
 
     @property
-    def plan_sizes(self) -> tuple[int, int, int, int]:
+    def plan_sizes(self) -> tuple[int, int, int, int, bool]:
         """Everything of a layer on which the plan depends."""
-        return self.num_heads, self.num_kv_heads, self.head_dim, self.window
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.window, self.chunked
 
     def __call__(
         self,
@@ -135,6 +137,7 @@ class Attention:
             ops.paged_attention,
             scale=self.scale,
             window=self.window,
+            chunked=self.chunked,
             softcap=self.softcap,
             sinks=self.sinks,
             k_scale=cache.k_scale,

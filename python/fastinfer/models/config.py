@@ -154,6 +154,7 @@ class ModelConfig:
             layers.
         local_rotary_dim: number of rotated elements of a head there, 0 for ``rotary_dim``.
         windows: length of each layer's attention window in positions, 0 for none; empty if no layer has a window.
+        chunked_windows: whether windows are chunks of the text: a token sees those of its own chunk up to itself.
         state_layers: whether each layer has linear attention, Mamba-2 or a short convolution, and a state instead of
             keys and values; empty if none has.
         states: sizes of these layers; ``None`` if there are none.
@@ -185,7 +186,9 @@ class ModelConfig:
         rotated_first: whether they are rotated before the norms of their heads instead.
         unnormed_layers: the layers where they are not normalised.
         query_scale: factor of Q after such a norm without a weight.
-        query_growth, query_length: Q at position p is multiplied by ``1 + query_growth * log(1 + p // query_length)``.
+        query_growth, query_length, query_offset: Q at position p is multiplied by
+            ``1 + query_growth * log(1 + (p + query_offset) // query_length)``.
+        growing_layers: the layers where that is so; ``None`` for all.
         v_norm: whether each head of V is normalised, without a weight.
         tied_kv_layers: the layers whose values are their keys, before norm and rotation.
         layer_scales: whether the output of each layer, residual stream included, is multiplied by a number.
@@ -243,6 +246,7 @@ class ModelConfig:
     local_rope_theta: float | None = None
     local_rotary_dim: int = 0
     windows: tuple[int, ...] = ()
+    chunked_windows: bool = False
     kv_shapes: tuple[KVShape, ...] = ()
     value_dim: int = 0
     value_scale: float = 1.0
@@ -271,6 +275,8 @@ class ModelConfig:
     query_scale: float = 1.0
     query_growth: float = 0.0
     query_length: int = 1
+    query_offset: int = 0
+    growing_layers: frozenset[int] | None = None
     v_norm: bool = False
     tied_kv_layers: frozenset[int] = frozenset()
     layer_scales: bool = False
@@ -390,6 +396,10 @@ class ModelConfig:
         if self.latent_attention is not None:
             return self.num_heads * self.latent_attention.value_dim
         return self.num_heads * self.value_dim if self.value_dim else self.q_size(layer)
+
+    def has_growing_queries(self, layer: int) -> bool:
+        """Return whether the queries of a layer grow with their position."""
+        return self.query_growth > 0 and (self.growing_layers is None or layer in self.growing_layers)
 
     def has_sinks(self, layer: int) -> bool:
         """Return whether the query heads of a layer have learned logits without a value."""

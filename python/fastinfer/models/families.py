@@ -464,6 +464,7 @@ FAMILIES: dict[str, Family] = {
             "attention_chunk_size": 8192,
             "attn_temperature_tuning": True,
             "floor_scale": 8192,
+            "attn_scale": 0.1,
         },
     ),
     "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None}),

@@ -26,10 +26,9 @@ def prepare_llama4(fields: JsonFields) -> None:
 
 
 def llama4_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
-    """Return the configuration with the norms of queries and keys, and the context that is computed as in the model.
+    """Return the configuration with chunks of the text, growing queries, and the norms of queries and keys.
 
-    Layers that rotate attend within chunks of the text, and in the others queries grow with their position. Neither is
-    implemented, so the context ends where the first chunk does, or before queries grow.
+    Layers that rotate attend within chunks, and in the others queries grow with their position.
 
     Raises:
         UnsupportedModelError: a token has several experts, whose inputs would differ, or rotations change the lengths
@@ -38,7 +37,6 @@ def llama4_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
     """
     if config.experts_per_token > 1:
         raise UnsupportedModelError(f"{fields.path}: num_experts_per_tok must be 1, got {config.experts_per_token}")
-    limits = [config.max_position]
     chunk = fields.get("attention_chunk_size", int, MAX_SIZE, minimum=1)
     rotated = [layer not in config.unrotated_layers for layer in range(config.num_layers)]
     kinds = fields.get("layer_types", list, None) or [CHUNKED if rotates else FULL for rotates in rotated]
@@ -46,10 +44,9 @@ def llama4_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
         raise CheckpointFormatError(
             f"{fields.path}: layer_types: expected {config.num_layers} of {CHUNKED} and {FULL}, got {kinds!r:.80}"
         )
-    if CHUNKED in kinds:
-        limits.append(chunk)
-    if fields.values.get("attn_temperature_tuning") and config.unrotated_layers:
-        limits.append(fields.get("floor_scale", int, minimum=2, maximum=MAX_SIZE) - 1)
+    growth = 0.0
+    if fields.values.get("attn_temperature_tuning"):
+        growth = fields.get("attn_scale", float, minimum=0.0)
     is_normed = fields.get("use_qk_norm", bool)
     if is_normed and config.rope_scaling.kind in ("yarn", "longrope"):
         raise UnsupportedModelError(
@@ -57,7 +54,12 @@ def llama4_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
         )
     return replace(
         config,
-        max_position=min(limits),
+        windows=tuple(chunk if kind == CHUNKED else 0 for kind in kinds) if CHUNKED in kinds else (),
+        chunked_windows=CHUNKED in kinds,
+        query_growth=growth,
+        query_length=fields.get("floor_scale", int, minimum=1, maximum=MAX_SIZE),
+        query_offset=1,
+        growing_layers=config.unrotated_layers,
         qk_norm="unit" if is_normed else "none",
         unnormed_layers=config.unrotated_layers if is_normed else frozenset(),
         router=RouterConfig("sigmoid", renormalize=False, scales_inputs=True),

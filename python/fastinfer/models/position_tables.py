@@ -68,5 +68,5 @@ def _growing_query_scales(config: ModelConfig, positions: int) -> Tensor | None:
     """Compute the factors of queries at each position; ``None`` if they are all 1."""
     if not config.query_growth:
         return None
-    steps = torch.arange(positions) // config.query_length
+    steps = (torch.arange(positions) + config.query_offset) // config.query_length
     return (1 + config.query_growth * steps.double().log1p()).float()

@@ -80,13 +80,14 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     plan: Tensor | None = None,
+    chunked: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of ragged queries over a paged cache.
 
     Query i (of n) of a sequence of length s (``seq_lens``) has the position p = s - n + i and sees all positions up to
-    p, or with a window only positions max(0, p - window + 1) .. p. Query head h reads KV head
-    ``h // (q_heads // kv_heads)`` (GQA).
+    p, or with a window only positions max(0, p - window + 1) .. p, or with chunks only those of its own chunk,
+    p - p % window .. p. Query head h reads KV head ``h // (q_heads // kv_heads)`` (GQA).
 
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
@@ -108,8 +109,11 @@ def paged_attention(
         lse: [tokens, q_heads] fp32, written in place: natural logarithm of the sum of exponentials, sink included.
         k_scale, v_scale: scales of quantised caches, as :func:`store_kv_cache` writes them. For int8 and float8_e4m3fn
             the element [b, i, h, d] is ``k_cache[b, i, h, d] * k_scale[b, i, h]``. For values in the keys, the same.
-        plan: result of :func:`paged_attention_plan` for the same ``seq_lens``, ``query_start``, heads, head_dim and
-            window; ``None`` to plan in this call. Calls that share a plan must follow each other on one stream.
+        plan: result of :func:`paged_attention_plan` for the same ``seq_lens``, ``query_start``, heads, head_dim,
+            window and ``chunked``; ``None`` to plan in this call. Calls that share a plan must follow each other on one
+            stream.
+        chunked: whether ``window`` is the length of chunks that the text is cut into; without a window it means
+            nothing.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -134,7 +138,8 @@ def paged_attention(
 
     Source: the paged cache: Kwon et al., 2023, https://arxiv.org/abs/2309.06180; online softmax over tiles: Dao et al.,
     2022, https://arxiv.org/abs/2205.14135, and Dao, 2023, https://arxiv.org/abs/2307.08691; GQA: Ainslie et al., 2023,
-    https://arxiv.org/abs/2305.13245; values in the keys: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+    https://arxiv.org/abs/2305.13245; values in the keys: DeepSeek-V2, https://arxiv.org/abs/2405.04434; chunks: Llama 4
+    in transformers.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, k, v = torch.randn(5, 4, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)  # one sequence of 5 tokens
@@ -169,6 +174,7 @@ def paged_attention(
         k_scale,
         v_scale,
         plan,
+        chunked,
     )
     if out is None and is_compiling():  # Inductor cannot lower an operator whose optional, mutable lse is None
         out = q.new_empty([*q.shape[:-1], v_cache.shape[-1]] if v_cache.shape[-1] < k_cache.shape[-1] else q.shape)
@@ -178,7 +184,13 @@ def paged_attention(
 
 
 def paged_attention_plan(
-    seq_lens: Tensor, query_start: Tensor, q_heads: int, kv_heads: int, head_dim: int, window: int = 0
+    seq_lens: Tensor,
+    query_start: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int = 0,
+    chunked: bool = False,
 ) -> Tensor:
     """Plan how :func:`paged_attention` divides a step's work among the multiprocessors of a GPU.
 
@@ -190,7 +202,7 @@ def paged_attention_plan(
     Args:
         seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
         query_start: [seqs + 1] int32; cumulative query counts.
-        q_heads, kv_heads, head_dim, window: the same as in the calls that will use the plan.
+        q_heads, kv_heads, head_dim, window, chunked: the same as in the calls that will use the plan.
 
     Returns:
         int32, opaque; empty on the CPU, whose kernel needs no plan.
@@ -208,7 +220,7 @@ def paged_attention_plan(
     >>> ops.paged_attention_plan(seq_lens, query_start, q_heads=4, kv_heads=2, head_dim=64)
     tensor([], dtype=torch.int32)
     """
-    return ops.paged_attention_plan.default(seq_lens, query_start, q_heads, kv_heads, head_dim, window)
+    return ops.paged_attention_plan.default(seq_lens, query_start, q_heads, kv_heads, head_dim, window, chunked)
 
 
 def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
