@@ -252,6 +252,7 @@ def test_everything_of_a_batch_is_copied() -> None:
         **dict.fromkeys(("adapter_ids", "logits_adapter_ids", "state_reads", "state_writes", "hidden"), ids),
         window_lens=ids,
         block_places=ids,
+        row_start=ids,
         images=ImageTokens(ids, ids, ids, (slice(1, 2),)),
         sparse=SparseRows(3, 4, ids, ids),
         last=LastRows(ids, ids, ids, ids, 7),

@@ -38,7 +38,7 @@ def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
 def stage_starts(config: ModelConfig) -> list[int]:
     """Return the layers with which a stage may begin, in ascending order.
 
-    A layer stays in the stage of the one whose input or whose keys and values it shares.
+    A layer stays in the stage of the one whose input, keys and values or choice of tokens it shares.
     """
     return [0, *possible_ends(config)[:-1]]
 
