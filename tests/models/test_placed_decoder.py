@@ -118,6 +118,7 @@ def test_forms_of_weights(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("gemma2", "cpu,cpu"),
         ("gpt-oss", "cpu+cpu=2,cpu=3"),
         ("deepseek-v3", "cpu,cpu+cpu"),
+        ("glm-dsa", "cpu,cpu+cpu"),
         ("llama4", "cpu,cpu+cpu"),
         ("qwen3-next", "cpu+cpu,cpu"),
         ("granite-hybrid", "cpu,cpu+cpu"),

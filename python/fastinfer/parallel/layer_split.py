@@ -98,6 +98,9 @@ def layer_cost(config: ModelConfig, layer: int) -> int:
         per_head = latent.plain_dim + latent.value_dim
         attention = query + hidden * latent.row_dim + latent.rank * config.num_heads * per_head
         attention += hidden * config.attention_size(layer)
+        if config.indexer is not None and config.has_indexer(layer):
+            heads, size = config.indexer.num_heads, config.indexer.head_dim
+            attention += hidden * (size + heads) + latent.query_rank * heads * size
     attention += 3 * hidden * config.per_layer_size  # the layer's own input, its gate and its output
     if not config.has_mlp(layer):
         return attention
