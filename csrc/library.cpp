@@ -56,6 +56,9 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "select_pages(Tensor q, Tensor bounds, Tensor block_table, Tensor seq_lens, Tensor query_start, int block_size, "
       "int num_pages, float scale) -> (Tensor, Tensor)");
+  m.def(
+      "select_tokens(Tensor q, Tensor weights, Tensor keys, Tensor block_table, Tensor seq_lens, Tensor query_start, "
+      "int top_k) -> (Tensor, Tensor)");
   def_with_out(m, "causal_conv1d",
                "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, Tensor query_start, Tensor state_reads, "
                "Tensor state_writes, Tensor? gates=None");

@@ -3,25 +3,12 @@
 #include <cstdint>
 #include <tuple>
 
+#include "attention/ragged_binding.h"
 #include "binding/checks.h"
 #include "binding/launch.h"
 
 namespace fastinfer {
 namespace {
-
-// The kernel finds the token's sequence and its position by these.
-void check_lengths(const Checks& check, const SelectPagesParams& p) {
-  check.require(p.query_start[0] == 0 && p.query_start[p.seqs] >= p.tokens,
-                "query_start must run from 0 to at least the number of tokens, ", p.tokens, ", got ", p.query_start[0],
-                " to ", p.query_start[p.seqs]);
-  for (int64_t seq = 0; seq < p.seqs; ++seq) {
-    check.require(p.query_start[seq + 1] >= p.query_start[seq], "query_start must not decrease, got ",
-                  p.query_start[seq], " before ", p.query_start[seq + 1]);
-    const int64_t capacity = p.max_blocks * p.block_size;
-    check.require(p.seq_lens[seq] >= 0 && p.seq_lens[seq] <= capacity, "seq_lens[", seq, "] must be in 0..", capacity,
-                  " (its blocks), got ", p.seq_lens[seq]);
-  }
-}
 
 std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, const Tensor& block_table,
                                         const Tensor& seq_lens, const Tensor& query_start, int64_t block_size,
@@ -81,7 +68,7 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, c
     FASTINFER_LAUNCH(q, select_pages, params);
     return {pages, lens};
   }
-  check_lengths(check, params);
+  check_ragged(check, params.query_start, params.seq_lens, seqs, tokens, max_blocks * block_size);
   FASTINFER_LAUNCH(q, select_pages, params);
   return {pages, lens};
 }

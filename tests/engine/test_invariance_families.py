@@ -16,7 +16,7 @@ from torch import Tensor
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.formats.unpacked import Dense, Int8, Unpacked
-from fastinfer.models.config import KVShape, LatentAttentionConfig, ModelConfig, Precision
+from fastinfer.models.config import IndexerConfig, KVShape, LatentAttentionConfig, ModelConfig, Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.loader import load_decoder
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
@@ -61,6 +61,8 @@ LATENT = {
     "query_length": 20,
     "interleaved_rope": True,
 }
+# The second layer chooses the tokens of the third, too. Some sequences are shorter than what is read.
+INDEXER = LATENT | {"indexer": IndexerConfig(5, 32, 10, interleaved_rope=False, layers=(0, 1, 1))}
 # Layers of different heads, the last two with the keys and values of the first two.
 SHAPES = {
     "num_layers": 4,
@@ -215,6 +217,8 @@ MODELS: dict[str, tuple[dict[str, Any], Form, str]] = {
     "latent, int4": (LATENT, lambda _, values: int4(values), "auto"),
     "latent, bf16": (LATENT, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "latent, w8a8": (LATENT, w8a8, "auto"),
+    "indexer, int4": (INDEXER, lambda _, values: int4(values), "auto"),
+    "indexer, bf16": (INDEXER, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "mixture, fp32": (MIXTURE, lambda _, values: Dense(values), "auto"),
     "mixture, int4": (MIXTURE, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
     "linear mixture, int4": (LINEAR_MIXTURE, lambda n, v: int4(v) if n.endswith("proj") else Dense(v), "auto"),

@@ -21,7 +21,7 @@ EPSILONS = {
     **dict.fromkeys(("phi", "gpt-neox", "cohere2-moe"), "layer_norm_eps"),
     **dict.fromkeys(("hunyuan", "nanochat", "vaultgemma", "cohere2-moe-rms"), "rms_norm_eps"),
     **dict.fromkeys(("qwen3", "gemma2", "gemma3", "gemma4-moe", "gemma4-inputs", "olmo2", "exaone4"), "rms_norm_eps"),
-    **dict.fromkeys(("minimax-m2", "deepseek-v3", "granite-moe-shared", "granite-hybrid"), "rms_norm_eps"),
+    **dict.fromkeys(("minimax-m2", "deepseek-v3", "glm-dsa", "granite-moe-shared", "granite-hybrid"), "rms_norm_eps"),
     **dict.fromkeys(("falcon-h1-norm", "qwen3.5-moe", "afmoe", "flex-olmo"), "rms_norm_eps"),
     **dict.fromkeys(("olmo-hybrid", "llama4"), "rms_norm_eps"),
 }

@@ -228,6 +228,9 @@ def heads_call(op: str, dtype: torch.dtype, cache: torch.dtype, weight: torch.dt
         bounds = torch.zeros(2, 2, 2, head_dim).bfloat16()
         pages = {"block_size": 16, "num_pages": 4, "scale": 1.0}
         return {"q": q, "bounds": bounds, "block_table": int32(0, 1)[None], **ragged, **pages}
+    if op == "select_tokens":
+        index = {"weights": torch.zeros(3, 4).to(dtype), "keys": torch.zeros(2, 16, 1, head_dim).to(cache)}
+        return {"q": q, **index, "block_table": int32(0, 1)[None], **ragged, "top_k": 4}
     if op == "merge_attention_states":
         return {"a": q, "a_lse": torch.zeros(3, 4), "b": q.clone(), "b_lse": torch.zeros(3, 4)}
     if op == "paged_attention_plan":
@@ -335,7 +338,7 @@ def test_operators_of_the_cpu_alone() -> None:
         name.format(bits)
         for name in ("int{}_gemm", "grouped_int{}_gemm", "int{}_pack", "int{}_dequantize")
         for bits in (5, 6)
-    }
+    } | {"select_tokens"}
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")
         assert support.devices(op) == "CPU"

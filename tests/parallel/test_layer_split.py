@@ -70,7 +70,9 @@ def test_no_division_is_better() -> None:
         assert worst(tuple(stage.stop for stage in stages[:-1])) == min(map(worst, all_ends))
 
 
-@pytest.mark.parametrize("family", ["llama3", "mixtral", "deepseek-v2", "qwen3.5", "lfm2", "granite-hybrid-dense"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "mixtral", "deepseek-v2", "glm-dsa", "qwen3.5", "lfm2", "granite-hybrid-dense"]
+)
 def test_costs_are_those_of_the_weights(family: str, tmp_path: Path) -> None:
     save_model(tmp_path, family)
     checkpoint = open_checkpoint(tmp_path, exact=True)

@@ -56,6 +56,7 @@ FAMILIES = [
     "nemotron-h-dense",
     "falcon-h1",
     "deepseek-v3",
+    "glm-dsa",
     "minicpm3",
     "axk1",
     "gemma4-inputs",

@@ -53,6 +53,7 @@ DIVIDED = [
     "falcon-h1",
     "deepseek-v2",
     "deepseek-v3",
+    "glm-dsa",
     "axk1",
     "gemma4",
     "gemma4-inputs",

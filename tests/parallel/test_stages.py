@@ -54,6 +54,7 @@ FAMILIES = [
     "cohere2",
     "gpt-oss",
     "deepseek-v2",
+    "glm-dsa",
     "axk1",
     "glm4-moe",
     "afmoe",

@@ -49,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron-h-dense": NEMOTRON,
     "deepseek-v2": LATENT | {"q_lora_rank": None},
     "deepseek-v3": LATENT,
+    "glm-dsa": LATENT | {"index_topk": 64},
     "mistral4": LATENT,
     "glm4-moe-lite": LATENT,
     "minicpm3": LATENT,
@@ -71,9 +72,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-neox": {},
     "cohere2-moe": {},
 }
-# Stay dense: what chooses experts, gates of heads, matrices that latent attention applies transposed, convolutions.
+# Stay dense: what chooses experts or tokens, gates of heads, matrices that latent attention applies transposed,
+# convolutions.
 DENSE = ("embed", "lm_head", "router", ".gate.", "expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba", "kv_b_proj")
-DENSE += ("conv1d", "conv.conv", "linear_attn.a_proj", "linear_attn.b_proj")
+DENSE += ("conv1d", "conv.conv", "linear_attn.a_proj", "linear_attn.b_proj", "indexer.")
 
 
 def texts() -> list[list[int]]:
@@ -154,6 +156,8 @@ def test_input_scales_are_folded_where_they_belong(family: str, tmp_path: Path) 
     assert change("w8a8") < 3 * rounded
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "awq"))
     norms = [name for name in before if name.endswith((".q_a_layernorm.weight", ".operator_norm.weight"))]
+    # An indexer reads the same norm.
+    norms = [name for name in norms if name.replace("q_a_layernorm", "indexer.wk") not in before]
     assert bool(norms) == (family.startswith(("lfm2", "lfm3")) or bool(getattr(model.config, "q_lora_rank", None)))
     assert not any(torch.equal(before[name], after[name]) for name in norms)
 

@@ -125,6 +125,8 @@ GROWTH = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 40}
 GROWING = {**MSCALE, **GROWTH}
 MINICPM3_ROPE = {**LONGROPE, "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 5.0, 6.0]}
 
+# Far fewer tokens than the text has, and so many heads that no token has the score 0, at which choices may differ.
+INDEXER = {"index_topk": 12, "index_n_heads": 24, "index_head_dim": 20}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -221,6 +223,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT | GROUPS | {"num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "rope_parameters": MSCALE},
     ),
     "deepseek-v3": ("DeepseekV3", LATENT | GROUPS | {"num_experts_per_tok": 3, "rope_parameters": MSCALE}),
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        LATENT | GROUPS | INDEXER | {"num_experts_per_tok": 3, "rope_parameters": MSCALE, "first_k_dense_replace": 2},
+    ),
+    "glm-dsa": (
+        "GlmMoeDsa",
+        LATENT
+        | INDEXER
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "v_head_dim": 40, "first_k_dense_replace": 2}
+        | {"num_hidden_layers": 5, "indexer_types": ["full", "full", "shared", "shared", "full"]},
+    ),
     "mistral4": ("Mistral4", LATENT | GROUPS | {"num_experts_per_tok": 3, "rope_parameters": GROWING}),
     # As GGUF files can say it: with equal factors.
     "deepseek-v3-mscale": (

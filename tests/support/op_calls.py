@@ -199,7 +199,7 @@ def sample_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "sample", (*plain, torch.full((5, 3), 1.5), x.gt(1).int(), words, words, *biases, 3)
 
 
-def sparse_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+def sparse_attention_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """A sequence with seven pages, of which each token reads four."""
     q, k_cache, v_cache = torch.randn(3, 4, 64).bfloat16(), *torch.randn(2, 7, 16, 2, 64).bfloat16()
     bounds, slots = torch.zeros(7, 2, 2, 64).bfloat16(), torch.tensor([15, -1, 16, 111])
@@ -213,6 +213,10 @@ def sparse_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     ragged = int32(4, 6, 0, 3, 5, 1, 2)[None], int32(105), int32(0, 3)
     yield "select_pages", (q, bounds, *ragged, 16, 4, 0.125)
     yield "select_pages", (q.float(), bounds, *ragged, 16, 9, 0.125)
+    if cpu_alone:
+        index, weights = k_cache[:, :, :1].contiguous(), torch.randn(3, 6)[:, 1:5]
+        yield "select_tokens", (q, weights.bfloat16(), index, *ragged, 9)
+        yield "select_tokens", (q.float(), weights, index, *ragged, 103)  # the first token reads all
     pages = int32(0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4).view(3, 2, 2), int32(32, 17, 5), int32(0, 1, 2, 3)
     yield "paged_attention", (q, k_cache, v_cache, *pages, 0.125, 0, 0.0, None, None, None, None, None)
 
@@ -255,7 +259,7 @@ def op_calls(cpu_alone: bool = True, seed: int = 0) -> Iterator[tuple[str, tuple
         "experts": expert_calls(cpu_alone),
         "sample": sample_calls(),
         "linear attention": linear_attention_calls(),
-        "sparse attention": sparse_attention_calls(),
+        "sparse attention": sparse_attention_calls(cpu_alone),
         "parallel": parallel_calls() if cpu_alone else iter(()),
     }
     for name, calls in groups.items():

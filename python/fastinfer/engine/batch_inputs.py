@@ -386,6 +386,7 @@ class BatchInputs:
             features=features,
             window_lens=tensor(self._window_lens, size.num_seqs) if self._has_window_lens else None,
             block_places=tensor(self._block_places, size.num_tokens) if self._has_block_places else None,
+            row_start=self._row_start[: size.num_tokens + 1],
         )
 
     def _place_features(self, chunks: list[Chunk]) -> None:

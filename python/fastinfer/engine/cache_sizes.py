@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from fastinfer.engine.config import EngineConfig
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.kv_cache import feature_dtype, token_bytes
+from fastinfer.models.kv_cache import feature_dtype, index_key_dtype, token_bytes
 from fastinfer.models.sparse_attention import bounds_bytes, has_bounds
 from fastinfer.models.state_cache import state_bytes
 
@@ -44,6 +44,8 @@ def cache_sizes(config: EngineConfig, models: Sequence[ModelConfig]) -> Iterator
             size = token_bytes(model.kv_shape(layer), config.kv_cache_dtype)
             if number == 0 and config.sparse_attention is not None and has_bounds(model, layer):
                 size += -(-bounds_bytes(model.kv_shape(layer)) // config.block_size)
+            if model.indexer is not None and model.has_indexer(layer):
+                size += model.indexer.head_dim * index_key_dtype(config.kv_cache_dtype).itemsize
             if model.has_features:
                 size += model.hidden_size * feature_dtype(config.kv_cache_dtype).itemsize
             yield CacheSize(number, layer, window if window < (config.max_model_len or model.max_position) else 0, size)

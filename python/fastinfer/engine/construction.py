@@ -86,11 +86,13 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
         models: configurations of the model and of the draft model, if there is one; one of them has latent attention.
 
     Raises:
-        RequestError: a GPU does not support the sizes or the dtype of the cache.
+        RequestError: a GPU does not support the choice of tokens, the sizes or the dtype of the cache.
     """
     device = next((device for device in sorted(config.devices) if device != "cpu"), None)
     if device is None:
         return
+    if any(model.indexer is not None for model in models):
+        raise RequestError(f"device must be cpu for a model that attends to chosen tokens, got {device!r}")
     if config.kv_cache_dtype in QUANTIZED_DTYPES:
         raise RequestError(
             f"kv_cache_dtype must be auto, bfloat16 or float16 for a model with latent attention on device "

@@ -76,6 +76,8 @@ class Batch:
         window_lens: [seqs] int32; ``seq_lens`` for layers with a window; ``None`` if they are the same.
         block_places: [tokens] int32; place of each token in its block, from 0, of a draft head that convolves blocks;
             ``None`` for other models.
+        row_start: [tokens + 1] int32; 0, 1, 2, ..., the ``query_start`` where each token is a sequence of its own.
+            ``None`` only for models without indexers, see :mod:`fastinfer.models.indexer`.
     """
 
     token_ids: Tensor
@@ -96,6 +98,7 @@ class Batch:
     features: FeatureSlots | None = None
     window_lens: Tensor | None = None
     block_places: Tensor | None = None
+    row_start: Tensor | None = None
 
     def lens(self, window: int) -> Tensor:
         """Return ``seq_lens`` for a layer with a window of this length, 0 for none."""
@@ -118,6 +121,7 @@ class Batch:
             adapter_ids=last.adapter_ids,
             sparse=None if sparse is None else sparse.of_last_rows(len(last.rows), last.first_prompt_row),
             last=None,
+            row_start=None if self.row_start is None else self.row_start[: len(last.rows) + 1],
         )
 
     @classmethod
@@ -144,4 +148,5 @@ class Batch:
             logits_indices=torch.arange(0),
             state_reads=torch.full((len(texts),), -1, dtype=torch.int32),
             state_writes=torch.full((int(lengths.sum()),), -1, dtype=torch.int32),
+            row_start=torch.arange(int(lengths.sum()) + 1, dtype=torch.int32),
         )

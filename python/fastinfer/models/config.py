@@ -81,6 +81,26 @@ class LatentAttentionConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """The sizes of indexers, which choose the tokens that latent attention reads.
+
+    Attributes:
+        num_heads: number of heads of the queries.
+        head_dim: number of elements of such a head, and of the key of a token. The first ones are rotated, as many as
+            in the queries and keys of attention.
+        top_k: number of tokens that each token reads at most.
+        interleaved_rope: see :class:`ModelConfig`.
+        layers: for each layer of the model, the one whose indexer chooses for it: itself or an earlier one.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved_rope: bool
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class BlockConfig:
     """Settings of a draft head that drafts a block of tokens at once, as it was trained.
 
@@ -160,6 +180,7 @@ class ModelConfig:
         states: sizes of these layers; ``None`` if there are none.
         latent_attention: sizes of multi-head latent attention, which all layers then have; ``num_kv_heads`` is 1 and
             ``head_dim`` that of the cached rows. ``None`` for another attention.
+        indexer: what chooses the tokens that such attention reads; ``None`` if it reads all.
         output_gate: whether the output of attention is multiplied by the sigmoid of a second half of the query
             projection.
         separate_gate: whether that is a projection of its own.
@@ -254,6 +275,7 @@ class ModelConfig:
     state_layers: tuple[bool, ...] = ()
     states: StateConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
+    indexer: IndexerConfig | None = None
     output_gate: bool = False
     separate_gate: bool = False
     head_gate: bool = False
@@ -329,6 +351,10 @@ class ModelConfig:
     def kv_layer(self, layer: int) -> int:
         """Return the layer whose keys and values a layer attends to."""
         return self.kv_layers[layer] if self.kv_layers else layer
+
+    def has_indexer(self, layer: int) -> bool:
+        """Return whether a layer has an indexer of its own."""
+        return self.indexer is not None and self.indexer.layers[layer] == layer
 
     def table_length(self, max_model_len: int | None) -> int:
         """Return the number of positions in the tables that layers look up by position.

@@ -3,8 +3,9 @@
 A layer takes six kernel calls: norm + QKV, rotary + cache store, attention, output + residual; norm + gate/up +
 activation, down + residual. One with linear attention or Mamba-2 takes seven: two products instead of QKV, convolution,
 delta rule or scan, output + residual, and the MLP; one with a short convolution takes five: norm + projection,
-convolution, output + residual, and the MLP. One with latent attention has up to four more products around attention;
-one whose heads are rotated before their norms takes one call more.
+convolution, output + residual, and the MLP. One with latent attention has up to four more products around attention,
+and with an indexer seven calls more: three products, norm, rotary, cache store and choice; one whose heads are rotated
+before their norms takes one call more.
 Only operators compute, so a step can be recorded as a graph.
 """
 

@@ -92,6 +92,12 @@ _LATENT_LAYER = {
     "k_b_proj": "self_attn.k_b_proj",
     "v_b_proj": "self_attn.v_b_proj",
 }
+_INDEXER = {
+    "index_q_proj": "self_attn.indexer.wq_b",
+    "index_k_proj": "self_attn.indexer.wk",
+    "index_k_norm": "self_attn.indexer.k_norm",
+    "index_weights": "self_attn.indexer.weights_proj",
+}
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -855,6 +861,37 @@ FAMILIES: dict[str, Family] = {
             "n_group": 8,
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
+        },
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        _LAYER | _LATENT_LAYER | _INDEXER,
+        structure=LATENT,
+        sigmoid_router=True,
+        defaults={
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "index_n_heads": 64,
+            "index_head_dim": 128,
+            "index_topk": 2048,
+        },
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        _LAYER | _LATENT_LAYER | _INDEXER,
+        structure=LATENT,
+        sigmoid_router=True,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "index_n_heads": 32,
+            "index_head_dim": 128,
+            "index_topk": 2048,
         },
     ),
     "Mistral4ForCausalLM": Family(

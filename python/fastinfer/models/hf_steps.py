@@ -11,6 +11,7 @@ from fastinfer.models.hf_experts import prepare_hunyuan_moe
 from fastinfer.models.hf_factors import afmoe_config, granite_config, hyperclovax_config, minicpm3_config, muse_config
 from fastinfer.models.hf_falcon_h1 import falcon_h1_config, prepare_falcon_h1
 from fastinfer.models.hf_gemma4 import gemma4_config, prepare_gemma4
+from fastinfer.models.hf_indexer import deepseek_v32_config, glm_dsa_config
 from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
 from fastinfer.models.hf_llama4 import llama4_config, prepare_llama4
 from fastinfer.models.hf_mimo import mimo_config, prepare_mimo
@@ -89,6 +90,8 @@ _GEMMA = {"use_bidirectional_attention": False}
 _GEMMA4 = Steps(prepare=prepare_gemma4, finish=gemma4_config)
 _GRANITE = Steps(finish=granite_config)
 _NO_ATTENTION_BIAS = {"attention_bias": False}
+# Which the families' own code does not read.
+_DSA = {"rope_interleave": True, "mlp_bias": False}
 _RENORMALIZED = Steps({"norm_topk_prob": True})
 
 STEPS: dict[str, Steps] = {
@@ -102,6 +105,7 @@ STEPS: dict[str, Steps] = {
         prepare=prepare_cohere2_moe, structure=cohere2_moe_structure, finish=cohere2_moe_config
     ),
     "DeepseekV2ForCausalLM": Steps({"topk_method": "greedy", "norm_topk_prob": False}),
+    "DeepseekV32ForCausalLM": Steps({**_DSA, "indexer_rope_interleave": False}, finish=deepseek_v32_config),
     "Dots1ForCausalLM": Steps(prepare=_prepare_dots1),
     "Ernie4_5_MoeForCausalLM": Steps({"use_bias": False}, finish=_ernie_moe_config),
     "FalconH1ForCausalLM": Steps(prepare=prepare_falcon_h1, finish=falcon_h1_config),
@@ -109,6 +113,7 @@ STEPS: dict[str, Steps] = {
     **dict.fromkeys(("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), Steps(_GEMMA)),
     **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), _GEMMA4),
     **dict.fromkeys(("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"), _GEMMA4),
+    "GlmMoeDsaForCausalLM": Steps({**_DSA, "indexer_rope_interleave": True}, finish=glm_dsa_config),
     "Glm4MoeForCausalLM": Steps(structure=_glm4_moe_structure),
     "GPTNeoXForCausalLM": Steps(structure=_gpt_neox_structure),
     # The activation is one that resembles it.

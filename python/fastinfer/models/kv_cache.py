@@ -34,6 +34,8 @@ class LayerCache:
             :func:`fastinfer.ops.store_page_bounds`. ``None`` for a layer without sparse attention.
         features: [num_blocks, block_size, 1, hidden]; features of each token, of the layer of a draft head; ``None``
             for other layers.
+        index_keys: [num_blocks, block_size, 1, head_dim]; key of each token for the layer's indexer, see
+            :class:`fastinfer.models.indexer.Indexer`; ``None`` for other layers.
     """
 
     k: Tensor
@@ -43,6 +45,7 @@ class LayerCache:
     group: int = field(default=0, kw_only=True)
     bounds: Tensor | None = field(default=None, kw_only=True)
     features: Tensor | None = field(default=None, kw_only=True)
+    index_keys: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
     def empty(
@@ -81,6 +84,12 @@ class LayerCache:
         k, k_scale = tensors[0], tensors[1] if len(tensors) > 1 else None
         return cls(k, k[..., : shape.value_dim], k_scale, k_scale, group=group)
 
+    def with_index_keys(self, head_dim: int) -> "LayerCache":
+        """Return the same cache with uninitialised keys for an indexer, of this number of elements."""
+        shape = *self.k.shape[:2], 1, head_dim
+        keys = torch.empty(shape, dtype=index_key_dtype(self.k.dtype), device=self.k.device)
+        return replace(self, index_keys=keys)
+
     @property
     def _values_in_keys(self) -> bool:
         return self.v.shape[3] < self.k.shape[3]
@@ -89,7 +98,7 @@ class LayerCache:
     def tensors(self) -> list[Tensor]:
         """All tensors of the layer; values within the keys are none of their own."""
         tensors = [self.k, self.k_scale] if self._values_in_keys else [self.k, self.v, self.k_scale, self.v_scale]
-        tensors += [self.bounds, self.features]
+        tensors += [self.bounds, self.features, self.index_keys]
         return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -147,6 +156,8 @@ class KVCache:
             sizes = num_blocks[number], block_size, dtype, own_device
             bounded = with_bounds and has_bounds(config, index)
             cache = LayerCache.empty(config.kv_shape(index), *sizes, number, bounded)
+            if config.indexer is not None and config.has_indexer(index):
+                cache = cache.with_index_keys(config.indexer.head_dim)
             if not config.has_features:
                 return cache
             shape = num_blocks[number], block_size, 1, config.hidden_size
@@ -183,7 +194,7 @@ class KVCache:
 
     @cached_property
     def rows(self) -> list[Tensor]:
-        """All tensors of keys, values, bounds and features as [num_blocks, bytes of a block] uint8, views."""
+        """All tensors of layers with blocks as [num_blocks, bytes of a block] uint8, views."""
         return [tensor.view(torch.uint8).flatten(1) for layer in self._with_blocks for tensor in layer.tensors]
 
     @cached_property
@@ -231,6 +242,11 @@ def token_bytes(shape: KVShape, dtype: torch.dtype) -> int:
 def feature_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the features in a cache whose keys and values have this one."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
+def index_key_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the indexers' keys in a cache whose keys and values have this one."""
+    return torch.bfloat16 if dtype in QUANTIZED_DTYPES else dtype
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -1,13 +1,13 @@
 """Multi-head latent attention of one layer: projections, join + rotary + cache store, attention, output + residual."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import LatentAttentionConfig
+from fastinfer.models.indexer import ChosenTokens, Indexer
 from fastinfer.models.kv_cache import LayerCache
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import Norm, RMSNorm
@@ -16,16 +16,19 @@ from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import Weight
 
 
-class LatentPlan(NamedTuple):
+@dataclass(slots=True, eq=False)
+class LatentPlan:
     """Plan of a step, which all layers share.
 
     Attributes:
         attention: how the attention is divided on a GPU, see :func:`fastinfer.ops.paged_attention_plan`.
         rows: rows of each head in products with a matrix per head.
+        chosen: the tokens that the last indexer has chosen; ``None`` if all are read.
     """
 
     attention: Tensor
     rows: ops.HeadRows
+    chosen: ChosenTokens | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,8 @@ class LatentAttention:
     A token has one latent c and one rotated key r for all heads, which are cached. Head h has the key (K_h c, r) and
     the value V_h c. They are never computed: with the query (q, s) a logit is q K_h c + s r, so K_h is applied to the
     queries, attention reads the cached rows as keys and values of a single head, and V_h is applied to its result.
+
+    With an indexer each token reads the tokens that this has chosen, or the last layer before that has one.
 
     Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1; ``DeepseekV3Attention`` of transformers.
 
@@ -55,6 +60,7 @@ class LatentAttention:
         head_ids: [1, num_heads] int32, the heads, which have matrices of their own in adapters.
         query_scales: [max_position] fp32, factors of the queries at each position, or ``None``.
         scale: factor of the logits.
+        indexer: chooses the tokens that this layer reads, and those after it that have none; ``None`` for none.
     """
 
     num_heads: int
@@ -72,6 +78,7 @@ class LatentAttention:
     head_ids: Tensor
     query_scales: Tensor | None
     scale: float
+    indexer: Indexer | None = None
 
     @property
     def plan_sizes(self) -> tuple[int, int, int, int]:
@@ -87,7 +94,7 @@ class LatentAttention:
         self, residual: Tensor, batch: Batch, cache: LayerCache, plan: LatentPlan, lora: LayerAdapters | None
     ) -> Tensor:
         sizes = self.sizes
-        x, options = self.norm.before_linear(residual)
+        normed, norm_options = x, options = self.norm.before_linear(residual)
         first = sizes.query_rank or self.num_heads * sizes.query_dim
         q, kv = self.down.split_linear(x, [first, sizes.row_dim], **options)
         if lora is not None:
@@ -96,6 +103,8 @@ class LatentAttention:
         if self.query is not None:
             assert self.query_norm is not None
             x, options = self.query_norm.before_linear(q)
+            if self.indexer is not None:
+                plan.chosen = self.indexer(normed, norm_options, x, options, batch, cache)
             q = self.query.linear(x, **options)
             if lora is not None:
                 lora.add("q_b_proj", q, x, **options)
@@ -119,20 +128,32 @@ class LatentAttention:
             cache.k_scale,
             batch.slot_mappings[cache.group],
         )
-        out = ops.paged_attention(
-            q,
-            cache.k,
-            cache.v,
-            batch.block_tables[cache.group],
-            batch.seq_lens,
-            batch.query_start,
-            scale=self.scale,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            plan=plan.attention,
-        )
+        out = self._attend(q, batch, cache, plan)
         with ops.prompt_rows_of_experts(self.num_heads):
             values = self.values.linear(out.flatten(0, 1), plan.rows)
         if lora is not None:
             lora.add("heads.values", values, out.flatten(0, 1), self.head_ids)
         return self.output(values.view(len(residual), -1), residual, lora)
+
+    def _attend(self, q: Tensor, batch: Batch, cache: LayerCache, plan: LatentPlan) -> Tensor:
+        """Return the output of attention in the latents, [tokens, num_heads, rank]."""
+        if plan.chosen is None:
+            return ops.paged_attention(
+                q,
+                cache.k,
+                cache.v,
+                batch.block_tables[cache.group],
+                batch.seq_lens,
+                batch.query_start,
+                scale=self.scale,
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
+                plan=plan.attention,
+            )
+        assert batch.row_start is not None
+        # Each token is a sequence of its own, with blocks of a single slot.
+        k, v = (rows.flatten(0, 1)[:, None] for rows in (cache.k, cache.v))
+        scales = None if cache.k_scale is None else cache.k_scale.flatten(0, 1)[:, None]
+        return ops.paged_attention(
+            q, k, v, *plan.chosen, batch.row_start, scale=self.scale, k_scale=scales, v_scale=scales
+        )

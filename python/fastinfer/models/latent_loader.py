@@ -1,15 +1,17 @@
-"""Reading of the latent attention of one layer."""
+"""Reading of the latent attention of one layer, and of its indexer."""
 
 import torch
 
 from fastinfer.formats.unpacked import Dense, Grouped, Unpacked
 from fastinfer.models.config import LatentAttentionConfig
+from fastinfer.models.indexer import Indexer
 from fastinfer.models.latent_attention import LatentAttention
 from fastinfer.models.layer_reader import LayerReader, unquantized
-from fastinfer.models.norm import RMSNorm
+from fastinfer.models.norm import LayerNorm, RMSNorm
 from fastinfer.models.position_tables import PositionTables
+from fastinfer.weights.weight import ConcatenatedWeight, Weight
 
-NORM_EPS = 1e-6  # of the norms of latents, which no file says
+NORM_EPS = 1e-6  # of the norms of latents and of indexers' keys, which no file says
 
 
 def load_latent_attention(
@@ -45,6 +47,30 @@ def load_latent_attention(
         head_ids=torch.arange(config.num_heads, dtype=torch.int32, device=reader.device)[None],
         query_scales=tables.query_scales,
         scale=scale,
+        indexer=_indexer(reader, tables, index, sizes.query_rank),
+    )
+
+
+def _indexer(reader: LayerReader, tables: PositionTables, index: int, query_rank: int) -> Indexer | None:
+    """Read the indexer of a layer; None if it has none. Like a router it is not quantised by calibration."""
+    layer, sizes, hidden = f"layers.{index}", reader.config.indexer, reader.config.hidden_size
+    if sizes is None or not reader.config.has_indexer(index):
+        return None
+
+    def weight(name: str, rows: int, columns: int, activation_bits: int) -> Weight:
+        return reader.make(reader.checkpoint.linear(f"{layer}.{name}", rows, columns), activation_bits)
+
+    norm, bits = f"{layer}.index_k_norm", reader.precision.activation_bits
+    key = weight("index_k_proj", sizes.head_dim, hidden, 32)
+    heads = weight("index_weights", sizes.num_heads, hidden, 32)
+    return Indexer(
+        sizes=sizes,
+        down=ConcatenatedWeight((key, heads)),  # apart, as keys are normalised as whole rows
+        key_norm=LayerNorm(
+            reader.vector(norm, sizes.head_dim), reader.vector(f"{norm}.bias", sizes.head_dim), NORM_EPS
+        ),
+        query=weight("index_q_proj", sizes.num_heads * sizes.head_dim, query_rank, bits),
+        cos_sin_cache=tables.full,
     )
 
 

@@ -64,9 +64,12 @@ def place_layers(config: ModelConfig, places: Sequence[Place], shares: Sequence[
 def possible_ends(config: ModelConfig) -> list[int]:
     """Return the numbers of layers after which a place or a stage may end, in ascending order.
 
-    A layer stays with the one whose keys and values it attends to, and with the one whose input it shares.
+    A layer stays with the one whose keys and values it attends to, with the one whose input it shares, and with the one
+    whose indexer chooses its tokens.
     """
     count = config.num_layers
-    tied = (range(config.kv_layer(layer) + 1, layer + 1) for layer in range(count))
+    tied = [range(config.kv_layer(layer) + 1, layer + 1) for layer in range(count)]
+    if config.indexer is not None:
+        tied += [range(source + 1, layer + 1) for layer, source in enumerate(config.indexer.layers)]
     refused = {end for ends in tied for end in ends} | set(filter(config.is_parallel, range(count)))
     return [end for end in range(1, count + 1) if end not in refused]

@@ -77,7 +77,7 @@ from fastinfer.ops.prompt import prompt_rows, prompt_rows_of_experts
 from fastinfer.ops.quantize import quantize_int8
 from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, latent_rotary_store, norm_rotary_store, rotary_embedding
 from fastinfer.ops.sampling import Sampled, sample
-from fastinfer.ops.sparse_attention import select_pages, store_page_bounds
+from fastinfer.ops.sparse_attention import select_pages, select_tokens, store_page_bounds
 from fastinfer.ops.support import supported
 from fastinfer.ops.w8a8 import w8a8_gemm
 
@@ -148,6 +148,7 @@ __all__ = [
     "route_experts",
     "sample",
     "select_pages",
+    "select_tokens",
     "sigmoid_gate",
     "silu_and_mul",
     "softcap",

@@ -190,6 +190,21 @@ def _(
     return block_table.new_empty([tokens, bounds.shape[1], width]), block_table.new_empty([tokens])
 
 
+@fake("select_tokens")
+def _(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    top_k: int,
+) -> tuple[Tensor, Tensor]:
+    width = min(top_k, block_table.shape[1] * keys.shape[1])
+    tokens = q.shape[0]  # len(q) would fix the number in a graph
+    return block_table.new_empty([tokens, width]), block_table.new_empty([tokens])
+
+
 @fake("merge_attention_states")
 def _(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape), a_lse.new_empty(a_lse.shape)

@@ -4,6 +4,9 @@ A page is a block of the cache. :func:`store_page_bounds` keeps the least and th
 keys, from which follows a bound of the page's logits for any query. :func:`select_pages` weighs the pages by these
 bounds and takes the heaviest, and :func:`fastinfer.ops.paged_attention` attends to these as if they were the whole
 sequence. With as many pages as the sequence has the result is bitwise that of dense attention.
+
+Models that were trained with sparse attention choose single tokens by an indexer of their own, for prompts too:
+:func:`select_tokens`.
 """
 
 from torch import Tensor
@@ -110,3 +113,60 @@ def select_pages(
     args = (q, bounds, block_table, seq_lens, query_start, block_size, num_pages, scale)
     pages, lens = ops.select_pages.default(*args)
     return pages, lens
+
+
+def select_tokens(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    top_k: int,
+) -> tuple[Tensor, Tensor]:
+    """Choose the cached tokens that each query reads: those with the ``top_k`` highest scores of an indexer.
+
+    The score of position s for a query is the sum over the index heads h of ``weights[h] * max(q[h] @ keys[s], 0)``. A
+    query that sees no more than ``top_k`` positions reads them all, and nothing is scored. The tokens stay in their
+    order; of equal scores the earlier position wins, and a NaN comes before all numbers.
+
+    The results are a block table and lengths for :func:`fastinfer.ops.paged_attention`, for which a block has one slot
+    and each query is a sequence of its own: pass the caches as [num_blocks * block_size, 1, kv_heads, head_dim], and
+    0, 1, 2, ... as ``query_start``. A query's tokens do not depend on the other queries, and with all tokens chosen the
+    result on the CPU is bitwise that of dense attention.
+
+    Args:
+        q: [tokens, heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
+            contiguous.
+        weights: [tokens, heads], dtype of ``q``; may be a strided view whose last dimension is contiguous.
+        keys: [num_blocks, block_size, 1, head_dim]; fp32, bf16 or fp16, one key of each cached token for all heads.
+        block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
+        seq_lens: [seqs] int32; cached length of each sequence, including all of its queries.
+        query_start: [seqs + 1] int32; cumulative query counts. There may be more queries than ``tokens``, which are
+            then the first of them.
+        top_k: number of tokens that a query reads at most.
+
+    Returns:
+        The slots ``block * block_size + offset`` of the chosen tokens, [tokens, min(top_k, max_blocks * block_size)]
+        int32, whose entries past the length are undefined, and how many these are, [tokens] int32.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit; ``top_k`` is not positive; lengths contradict each
+            other, or a block is outside the cache.
+
+    Devices: CPU.
+
+    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1, without the constant factor of all scores.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> keys = torch.tensor([3.0, -9.0, 1.0, 2.0]).view(4, 1, 1, 1)  # four blocks of one token
+    >>> table, lengths = torch.tensor([[2, 0, 1, 3]]).int(), [torch.tensor(n).int() for n in ([4], [0, 1])]
+    >>> ops.select_tokens(torch.ones(1, 1, 1), torch.ones(1, 1), keys, table, *lengths, top_k=2)
+    (tensor([[0, 3]], dtype=torch.int32), tensor([2], dtype=torch.int32))
+    >>> ops.select_tokens(torch.ones(1, 1, 1), -torch.ones(1, 1), keys, table, *lengths, top_k=2)
+    (tensor([[2, 1]], dtype=torch.int32), tensor([2], dtype=torch.int32))
+    """
+    inference_only("select_tokens", "q weights", q, weights)
+    inference_only("select_tokens", "keys", keys)
+    slots, lens = ops.select_tokens.default(q, weights, keys, block_table, seq_lens, query_start, top_k)
+    return slots, lens

@@ -101,6 +101,7 @@ ON_BOTH = {
 
 # Operators without a CUDA kernel.
 ON_CPU = {
+    "select_tokens": Support(cache_dtype=FLOATS, head_dim=ANY),
     "int5_gemm": INT4_WEIGHT,
     "grouped_int5_gemm": INT4_WEIGHT,
     "int5_pack": PACK4,
@@ -231,8 +232,7 @@ def cell(op: str, device: str) -> str:
     if not support.dtype:
         return "no"
     parts = [_dtypes(support.dtype)]
-    if support.cache_dtype:
-        quantized = tuple(dtype for dtype in support.cache_dtype if dtype in QUANTIZED_CACHES)
+    if quantized := tuple(dtype for dtype in support.cache_dtype or () if dtype in QUANTIZED_CACHES):
         parts.append(f"{_dtypes(quantized, 'int4')} caches")
     if isinstance(support.head_dim, tuple):
         parts.append(f"head sizes {_integers(support.head_dim)}")

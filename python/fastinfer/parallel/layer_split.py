@@ -38,7 +38,7 @@ def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
 def stage_starts(config: ModelConfig) -> list[int]:
     """Return the layers with which a stage may begin, in ascending order.
 
-    A layer stays in the stage of the one whose input or whose keys and values it shares.
+    A layer stays in the stage of the one whose input, keys and values or choice of tokens it shares.
     """
     return [0, *possible_ends(config)[:-1]]
 
@@ -98,6 +98,9 @@ def layer_cost(config: ModelConfig, layer: int) -> int:
         per_head = latent.plain_dim + latent.value_dim
         attention = query + hidden * latent.row_dim + latent.rank * config.num_heads * per_head
         attention += hidden * config.attention_size(layer)
+        if config.indexer is not None and config.has_indexer(layer):
+            heads, size = config.indexer.num_heads, config.indexer.head_dim
+            attention += hidden * (size + heads) + latent.query_rank * heads * size
     attention += 3 * hidden * config.per_layer_size  # the layer's own input, its gate and its output
     if not config.has_mlp(layer):
         return attention

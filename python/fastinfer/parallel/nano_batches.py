@@ -101,4 +101,5 @@ def _part(batch: Batch, seqs: slice, rows: slice) -> Batch:
         state_reads=None if batch.state_reads is None else batch.state_reads[seqs],
         state_writes=None if batch.state_writes is None else batch.state_writes[rows],
         hidden=None if batch.hidden is None else batch.hidden[rows],
+        row_start=None if batch.row_start is None else batch.row_start[: rows.stop - rows.start + 1],
     )

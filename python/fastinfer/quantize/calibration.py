@@ -21,7 +21,7 @@ from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.kv_cache import LayerCache, num_blocks_for
-from fastinfer.models.latent_attention import LatentAttention
+from fastinfer.models.latent_attention import LatentAttention, LatentPlan
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.state_cache import StateCache
@@ -172,12 +172,14 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
         x = ops.embedding(positions, batch.positions, x)
     make_inputs = loader.per_layer_inputs()
     inputs = None if make_inputs is None else make_inputs(x, batch.token_ids)
-    before = x
+    before, chosen = x, None
     reader.waiting.clear()
     for index in range(config.num_layers):
         layer, source = loader.layer(index), config.kv_layer(index)
         attention = layer.attention
         plan = attention.plan(batch) if isinstance(attention, Attention | LatentAttention) else None
+        if isinstance(plan, LatentPlan):
+            plan.chosen = chosen  # by an earlier layer
         cache = caches.get(source)
         if cache is None:
             cache = _cache(config, index, blocks)
@@ -186,6 +188,8 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
         if not layer.shares_input:
             before = x  # the layer's input, which the next one may share
         x = layer(x, batch, cache, plan, None, None if inputs is None else inputs[:, index], before)
+        if isinstance(plan, LatentPlan):
+            chosen = plan.chosen
         del layer, attention  # whose weights nothing else needs
         yield reader.waiting
         reader.waiting.clear()
@@ -197,7 +201,10 @@ def _cache(config: ModelConfig, layer: int, blocks: int) -> LayerCache | StateCa
     if config.has_state(layer):
         assert config.states is not None
         return StateCache.empty(config.states, 1, torch.float32, "cpu")
-    return LayerCache.empty(config.kv_shape(layer), blocks, BLOCK_SIZE, torch.float32, "cpu")
+    cache = LayerCache.empty(config.kv_shape(layer), blocks, BLOCK_SIZE, torch.float32, "cpu")
+    if config.indexer is not None and config.has_indexer(layer):
+        return cache.with_index_keys(config.indexer.head_dim)
+    return cache
 
 
 def convert(checkpoint: Checkpoint, quantize: Quantize) -> Iterator[list[CalibratedWeight]]:

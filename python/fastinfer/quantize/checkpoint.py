@@ -129,6 +129,8 @@ def _dense_modules(config: ModelConfig, layer: int) -> list[str]:
     names = []
     if config.latent_attention is not None:
         names.append("kv_b_proj")  # one half is applied to queries, transposed: its groups of inputs would be others
+    if config.has_indexer(layer):
+        names += ["index_q_proj", "index_k_proj", "index_weights"]  # a small error could choose other tokens
     if config.has_state(layer) and isinstance(config.states, LinearAttentionConfig):
         names += ["in_proj_a", "in_proj_b"]  # their errors add up over all tokens
     if config.has_experts(layer):

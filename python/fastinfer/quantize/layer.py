@@ -35,6 +35,8 @@ def fold_target(name: str, config: ModelConfig) -> str | None:
     layer, _, part = name.rpartition(".")
     index, _, _ = split_name(name)
     if part == "q_b_proj":
+        if config.has_indexer(index):
+            return None  # it reads the same norm
         return f"{layer}.q_a_norm"
     if part in ("gate_proj", "up_proj") and config.has_experts(index):
         return None  # the router and other experts read the same norm
