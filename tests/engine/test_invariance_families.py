@@ -273,6 +273,16 @@ def test_answers(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
         assert way(decoder) == expected, name
 
 
+def test_keys_of_indexers_return_from_host_memory() -> None:
+    config = replace(mixed_decoder.CONFIG, **INDEXER)
+    decoder = load_decoder(RandomCheckpoint(config), Precision.of("auto"), None)
+    expected = answers(engine_of(decoder, max_num_seqs=1, enable_prefix_caching=False))
+    engine = engine_of(decoder, num_kv_blocks=13, max_model_len=88, kv_offloading_size=0.05)
+    for _ in range(2):
+        assert answers(engine) == expected
+    assert engine.stats().num_loaded_host_blocks > 0
+
+
 def test_beams(decoder: Decoder) -> None:
     """Of one request alone, and of all at once."""
 

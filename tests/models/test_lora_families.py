@@ -220,6 +220,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "latent attention to chosen tokens": (
+        "glm-dsa",
+        {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], "r": 3},
+    ),
     "weights of experts' inputs": (
         "llama4",
         {
@@ -433,6 +437,11 @@ def one_expert(expert: int) -> dict[str, Tensor]:
         ("layers of one part", rename("layers.2.", "layers.12."), "the model has no .*in_proj in a layer 12"),
         ("layers of one part", rename("layers.0.mixer.in_proj", "layers.0.mixer.up_proj"), "no up_proj in a layer 0"),
         ("phi3", rename("self_attn.o_proj", "self_attn.kv_b_proj"), "has no kv_b_proj, only q_proj, k_proj"),
+        (
+            "latent attention to chosen tokens",
+            rename("self_attn.q_b_proj", "self_attn.indexer.wq_b"),
+            r"indexer\.wq_b.* is not supported; only",
+        ),
     ],
 )
 def test_weights_that_the_model_lacks(case: str, change: Any, named: str, tmp_path: Path) -> None:
