@@ -93,7 +93,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                "str? activation, Tensor? residual, ScalarType dtype");
   m.def(
       "route_experts(Tensor logits, int top_k, bool renormalize, *, str scoring=\"softmax\", Tensor? bias=None, "
-      "int num_groups=1, int top_groups=1, float scale=1.0, Tensor? expert_scale=None) "
+      "int num_groups=1, int top_groups=1, float scale=1.0, Tensor? expert_scale=None, float jitter=0.01) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def("head_rows(Tensor positions, int heads) -> (Tensor, Tensor)");
   def_with_out(m, "grouped_gemm",

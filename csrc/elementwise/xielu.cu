@@ -1,4 +1,5 @@
-// xIELU on the GPU: bound by memory, a thread does 16 bytes.
+// xIELU on the GPU: a thread does 16 bytes. In fp32 memory is the bound; in 16 bits the instructions of expm1 are, at
+// three fifths of the memory's speed on an H100.
 #include "elementwise/xielu.h"
 
 #include "common/cuda/dtype.h"

@@ -14,7 +14,7 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor> route_experts(const Tensor& logits, int64_t top_k, bool renormalize,
                                                          const std::string& scoring, const std::optional<Tensor>& bias,
                                                          int64_t num_groups, int64_t top_groups, double scale,
-                                                         const std::optional<Tensor>& expert_scale) {
+                                                         const std::optional<Tensor>& expert_scale, double jitter) {
   const Checks check("route_experts", logits);
   check.shape(logits, "logits", {kAny, kAny});
   check.rows_contiguous(logits, "logits");
@@ -24,7 +24,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_experts(const Tensor& logits, i
                 " columns, one per expert, got ", experts);
   const int64_t most = std::min(experts, kMostTopK);
   check.require(top_k >= 1 && top_k <= most, "top_k must be 1 to ", most, ", got ", top_k);
-  check.require(scoring == "softmax" || scoring == "sigmoid", "scoring must be softmax or sigmoid, got ", scoring);
+  const bool sparse = scoring == "sparsemixer";
+  check.require(sparse || scoring == "softmax" || scoring == "sigmoid",
+                "scoring must be softmax, sigmoid or sparsemixer, got ", scoring);
+  check.require(!sparse || (!bias && num_groups == 1 && !renormalize),
+                "scoring must not be sparsemixer with bias, groups or renormalize");
+  check.require(jitter >= 0 && jitter <= 1, "jitter must be in 0 .. 1, got ", jitter);
   const auto vector = [&](const std::optional<Tensor>& values, const char* name) -> const float* {
     if (!values) return nullptr;
     check.shape(*values, name, {experts});
@@ -61,6 +66,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_experts(const Tensor& logits, i
       .num_groups = static_cast<int>(num_groups),
       .top_groups = static_cast<int>(top_groups),
       .sigmoid = scoring == "sigmoid",
+      .sparse = sparse,
+      .tolerance = static_cast<float>(2 * jitter),
       .renormalize = renormalize,
       .scale = static_cast<float>(scale),
       .dtype = dtype,

@@ -89,7 +89,17 @@ __device__ void choose_experts(const RouteExpertsParams& p, int64_t token) {
   for (int k = 0; k < p.top_k; ++k) {
     const unsigned long long key = best();
     const int expert = expert_of(key);
-    const float own = score(by_score ? to_float(logits[expert]) : logit_of(key));
+    float own = 0.0f;
+    if (p.sparse) {  // among the experts that are left, of which this one has the largest logit
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) {
+        const float logit = logit_of(keys[i]);
+        if (keys[i] != 0 && takes_part(logit, logit_of(key), p.tolerance)) own += expf(logit - logit_of(key));
+      }
+      own = 1.0f / warp_sum(own);
+    } else {
+      own = score(by_score ? to_float(logits[expert]) : logit_of(key));
+    }
     chosen += own;
     if (lane == k) {
       weight = own;

@@ -28,6 +28,10 @@ struct RouteExpertsParams {
   int num_groups;  // of neighbouring experts; the chosen ones are of the top_groups best groups
   int top_groups;
   bool sigmoid;  // scores are sigmoids of the logits, not their softmax
+  // SparseMixer: an expert's score is its softmax among those that are left when it is chosen, as far as they take part
+  // with this tolerance, see takes_part.
+  bool sparse;
+  float tolerance;
   bool renormalize;
   float scale;                  // of the weights
   DType dtype;                  // of logits
@@ -37,6 +41,12 @@ struct RouteExpertsParams {
 // Whether experts are ordered by score + bias. The logits have the same order as the scores, and fewer ties.
 FASTINFER_HOST_DEVICE inline bool ordered_by_score(const RouteExpertsParams& p) {
   return p.bias != nullptr || p.num_groups > 1;
+}
+
+// Whether an expert takes part in SparseMixer's softmax for one with the largest logit of those that are left.
+FASTINFER_HOST_DEVICE inline bool takes_part(float logit, float largest, float tolerance) {
+  const float size = logit < 0.0f ? -logit : logit;
+  return !((largest - logit) / (size > largest ? size : largest) > tolerance);  // 0 / 0 does
 }
 
 // A divisor that is 0 if the chosen sigmoids all are, whose weights are then 0, as in DeepSeek-V3.

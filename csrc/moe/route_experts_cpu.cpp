@@ -46,10 +46,19 @@ void route_token(const RouteExpertsParams& p, int64_t token) {
     }
   }
   if (p.num_groups > 1) keep_best_groups(p, keys);
+  // Of the one with the largest logit of those that are left.
+  const auto sparse_score = [&](float best) {
+    float sum = 0.0f;
+    for (int expert = 0; expert < p.experts; ++expert) {
+      const float logit = to_float(logits[expert]);
+      if (keys[expert] != 0 && takes_part(logit, best, p.tolerance)) sum += std::exp(logit - best);
+    }
+    return 1.0f / sum;
+  };
   for (int i = 0; i < p.top_k; ++i) {
     uint64_t* const best = std::max_element(keys, keys + p.experts);
     ids[i] = expert_of(*best);
-    weights[i] = score(ids[i]);
+    weights[i] = p.sparse ? sparse_score(logit_of(*best)) : score(ids[i]);
     chosen += weights[i];
     *best = 0;
   }

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.formats.unpacked import Dense, Int8, Unpacked
-from fastinfer.models.config import IndexerConfig, KVShape, LatentAttentionConfig, ModelConfig, Precision
+from fastinfer.models.config import IndexerConfig, KVShape, LatentAttentionConfig, ModelConfig, Precision, RouterConfig
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.loader import load_decoder
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
@@ -220,6 +220,11 @@ MODELS: dict[str, tuple[dict[str, Any], Form, str]] = {
     "indexer, int4": (INDEXER, lambda _, values: int4(values), "auto"),
     "indexer, bf16": (INDEXER, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "mixture, fp32": (MIXTURE, lambda _, values: Dense(values), "auto"),
+    "sparse mixer, fp32": (
+        MIXTURE | {"router": RouterConfig("sparsemixer", renormalize=False, jitter=0.2)},
+        lambda _, values: Dense(values),
+        "auto",
+    ),
     "mixture, int4": (MIXTURE, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
     "linear mixture, int4": (LINEAR_MIXTURE, lambda n, v: int4(v) if n.endswith("proj") else Dense(v), "auto"),
     "granite, int4": (GRANITE, lambda n, v: int4(v) if n.endswith("proj") else Dense(v), "auto"),

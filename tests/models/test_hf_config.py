@@ -280,6 +280,12 @@ def test_layers_that_do_not_know_positions(tmp_path: Path) -> None:
             "shared_expert_combination_strategy must be average or sum, got 'max'",
         ),
         ("KimiLinearForCausalLM", {}, "is not implemented: it needs a delta rule with a gate for each channel"),
+        ("PhiMoEForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok must be 2, got 1"),
+        (
+            "PhiMoEForCausalLM",
+            {"rope_scaling": {"type": "longrope", "short_mscale": 1.0, "long_mscale": 2.0}},
+            "rope_scaling: long_mscale must be short_mscale, 1.0, got 2.0",
+        ),
         (
             "ApertusForCausalLM",
             {"hidden_act": "silu", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},

@@ -78,6 +78,45 @@ def test_scores_bias_and_groups(
     assert_routing(logits, top_k, renormalize, **options)
 
 
+@pytest.mark.parametrize("jitter", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(0, 2, 4), (1, 2, 2), (19, 2, 16), (70, 3, 129), (5, 1, 1024)]
+)
+def test_sparse_mixer(tokens: int, top_k: int, experts: int, dtype: torch.dtype, jitter: float, device: str) -> None:
+    """Of both signs, with neighbours that take part and others that do not; in 16 bits with ties."""
+    logits = torch.randn(tokens, experts, device=device) - torch.arange(tokens, device=device)[:, None] / 10
+    assert_routing(logits.to(dtype), top_k, False, scoring="sparsemixer", jitter=jitter, scale=1.5)
+
+
+def test_sparse_mixer_of_zeros(device: str) -> None:
+    """0 / 0 is no reason to leave an expert out."""
+    logits = torch.tensor([[0.0, -0.0, -3.0, 0.0], [-5.0, -5.0, -5.0, -5.05]], device=device)
+    routing = ops.route_experts(logits, 2, False, scoring="sparsemixer")
+    torch.testing.assert_close(routing.expert_weights[0].cpu(), torch.tensor([1 / 3, 1 / 2]))
+    tail = torch.tensor(-0.05).exp()
+    torch.testing.assert_close(routing.expert_weights[1].cpu(), torch.stack([1 / (3 + tail), 1 / (2 + tail)]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scoring": "sparse"}, "scoring must be softmax, sigmoid or sparsemixer, got sparse"),
+        (
+            {"scoring": "sparsemixer", "renormalize": True},
+            "scoring must not be sparsemixer with bias, groups or renorm",
+        ),
+        ({"scoring": "sparsemixer", "bias": torch.zeros(4)}, "scoring must not be sparsemixer with bias"),
+        ({"scoring": "sparsemixer", "num_groups": 2}, "scoring must not be sparsemixer with bias"),
+        ({"jitter": -0.1}, "jitter must be in 0 .. 1, got -0.1"),
+        ({"jitter": float("nan")}, "jitter must be in 0 .. 1, got nan"),
+    ],
+)
+def test_errors_of_sparse_mixer(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=f"^route_experts: {message}"):
+        ops.route_experts(torch.zeros(3, 4), **{"top_k": 2, "renormalize": False, **options})
+
+
 def test_scores_of_zero_give_weights_of_zero(device: str) -> None:
     logits = torch.full((2, 4), -200.0, device=device)
     assert ops.route_experts(logits, 2, True, scoring="sigmoid").expert_weights.eq(0).all()
@@ -161,7 +200,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "too many experts": ("logits", {"logits": torch.zeros(3, 1025)}),
     "top_k 0": ("top_k", {"top_k": 0}),
     "top_k past the experts": ("top_k must be 1 to 4, got 5", {"top_k": 5}),
-    "scoring": ("scoring must be softmax or sigmoid, got relu", {"scoring": "relu"}),
+    "scoring": ("scoring must be softmax, sigmoid or sparsemixer, got relu", {"scoring": "relu"}),
     "bias shape": ("bias", {"bias": torch.zeros(3)}),
     "bias dtype": ("bias", {"bias": torch.zeros(4).half()}),
     "bias strided": ("bias", {"bias": torch.zeros(8)[::2]}),

@@ -41,6 +41,7 @@ FAMILIES = [
     "gpt2",
     "cohere2",
     "mixtral",
+    "phimoe",
     "qwen2-moe",
     "gpt-oss",
     "flex-olmo",

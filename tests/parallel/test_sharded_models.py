@@ -32,6 +32,7 @@ DIVIDED = [
     "phi3",
     "gpt2",
     "mixtral",
+    "phimoe",
     "exaone4",
     "cohere2",
     "qwen2-moe",

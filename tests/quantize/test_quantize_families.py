@@ -67,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan-moe": {},
     "nemotron": {},
     "apertus": {},
+    "phimoe": {},
     "olmo": {},
     "phi": {},
     "gpt-neox": {},

@@ -156,6 +156,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 320}),
     "mixtral": ("Mixtral", MIXTURE),
+    "phimoe": (
+        "Phimoe",
+        HEADS
+        | {"num_local_experts": 8, "router_jitter_noise": 0.25, "attention_bias": True, "lm_head_bias": True}
+        | {"sliding_window": 16},
+    ),
+    "phimoe-plain": ("Phimoe", {"num_local_experts": 5, "tie_word_embeddings": True}),
     "llama-yarn-untruncated": ("Llama", {"rope_parameters": {**YARN, "truncate": False}}),
     "llama-yarn-mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}}),
     "smollm3": ("SmolLM3", {"tie_word_embeddings": True}),

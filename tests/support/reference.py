@@ -350,9 +350,12 @@ def route_experts(
     top_groups: int = 1,
     scale: float = 1.0,
     expert_scale: Tensor | None = None,
+    jitter: float = 0.01,
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids [tokens, top_k]; stable: the smaller id first among equals."""
     tokens, experts = logits.shape
+    if scoring == "sparsemixer":
+        return _sparse_mixer(logits, top_k, scale, jitter)
     scores = logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(-1)
     order = logits.double()
     if bias is not None or num_groups > 1:
@@ -368,6 +371,19 @@ def route_experts(
     weights = scores.gather(-1, ids)
     weights = (weights / weights.sum(-1, keepdim=True) if renormalize else weights) * scale
     return weights if expert_scale is None else weights * expert_scale.double()[ids], ids
+
+
+def _sparse_mixer(logits: Tensor, top_k: int, scale: float, jitter: float) -> tuple[Tensor, Tensor]:
+    left, weights, ids = logits.double(), [], []
+    for _ in range(top_k):
+        best, expert = left.max(-1, keepdim=True)  # the first one among equals
+        # Compared in fp32, as the operator and transformers do.
+        largest, sizes = best.float(), logits.float().abs()
+        too_small = (largest - logits.float()) / sizes.clamp(min=largest) > 2 * jitter
+        weights.append(left.masked_fill(too_small, -torch.inf).softmax(-1).gather(-1, expert))
+        ids.append(expert)
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(weights, -1) * scale, torch.cat(ids, -1)
 
 
 def grouped_gemm(

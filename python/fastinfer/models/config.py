@@ -20,11 +20,12 @@ class RouterConfig:
     """Choice and weights of a token's experts, see :func:`fastinfer.ops.route_experts`.
 
     Attributes:
-        scoring: ``"softmax"`` or ``"sigmoid"``.
+        scoring: ``"softmax"``, ``"sigmoid"`` or ``"sparsemixer"``.
         has_bias: whether a bias takes part in the choice.
         num_groups, top_groups: number of groups of experts, and of those that the experts are chosen from.
         renormalize: whether the weights of the chosen experts are divided by their sum.
         scale: factor of the weights.
+        jitter: half the tolerance of ``"sparsemixer"``.
         scales_inputs: whether a token's only expert gets its input times the weight, and its output has none.
     """
 
@@ -34,6 +35,7 @@ class RouterConfig:
     top_groups: int = 1
     renormalize: bool = True
     scale: float = 1.0
+    jitter: float = 0.01
     scales_inputs: bool = False
 
 

@@ -414,6 +414,22 @@ _LFM3 = replace(
         "use_attention_gate": True,
     },
 )
+_PHIMOE = Family(
+    _LAYER | {"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts"},
+    _W123,
+    structure=LAYER_NORMS,
+    epsilon="rms_norm_eps",
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+    },
+    fixed={**_ONE_WINDOW, "mlp_bias": False},
+)
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _QWEN2_VL = Family(
     qkv_bias=True,
@@ -428,7 +444,6 @@ MISSING = {
     "KimiLinearForCausalLM": _CHANNEL_GATES,
     "MistralLarge4ForConditionalGeneration": "attention to chosen tokens, and latents that layers share",
     "PaliGemmaForConditionalGeneration": "attention in both directions within a prompt",
-    **dict.fromkeys(("PhimoeForCausalLM", "PhiMoEForCausalLM"), "the choice of experts by SparseMixer"),
     "Kolibri1ForCausalLM": "experts that are chosen by their logits and a bias before the sigmoid",
     "LagunaForCausalLM": "gates of attention by softplus, and layers with different numbers of query heads",
     **dict.fromkeys(
@@ -698,6 +713,9 @@ FAMILIES: dict[str, Family] = {
         _W123,
         defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
     ),
+    # The second name is that of published files.
+    "PhimoeForCausalLM": _PHIMOE,
+    "PhiMoEForCausalLM": _PHIMOE,
     "Qwen2MoeForCausalLM": Family(
         _LAYER | {"shared_expert": "mlp.shared_expert"},
         aliases={"attention_bias": "qkv_bias"},

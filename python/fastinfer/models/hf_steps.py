@@ -17,6 +17,7 @@ from fastinfer.models.hf_llama4 import llama4_config, prepare_llama4
 from fastinfer.models.hf_mimo import mimo_config, prepare_mimo
 from fastinfer.models.hf_nemotron import nemotron_h_config, prepare_nemotron_h
 from fastinfer.models.hf_olmo_hybrid import olmo_hybrid_config, prepare_olmo_hybrid
+from fastinfer.models.hf_phimoe import phimoe_config, phimoe_structure, prepare_phimoe
 from fastinfer.models.hf_states import prepare_granite_hybrid
 from fastinfer.models.stored_layers import StoredLayers
 from fastinfer.models.structure import Structure
@@ -134,6 +135,10 @@ STEPS: dict[str, Steps] = {
     "NemotronHForCausalLM": Steps(prepare=prepare_nemotron_h, finish=nemotron_h_config),
     **dict.fromkeys(("OlmoForCausalLM", "OlmoeForCausalLM"), Steps({"clip_qkv": None})),
     "OlmoHybridForCausalLM": Steps(prepare=prepare_olmo_hybrid, finish=olmo_hybrid_config),
+    **dict.fromkeys(
+        ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+        Steps({"num_experts_per_tok": 2}, prepare_phimoe, phimoe_structure, phimoe_config),
+    ),
     "PhiForCausalLM": Steps({"qk_layernorm": False, "tie_word_embeddings": False}),
     **dict.fromkeys(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), _RENORMALIZED),
     "Qwen3VLMoeForConditionalGeneration": _RENORMALIZED,

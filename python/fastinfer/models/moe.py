@@ -166,6 +166,7 @@ class MixtureOfExperts:
             top_groups=config.top_groups,
             scale=config.scale,
             expert_scale=self.expert_scale,
+            jitter=config.jitter,
         )
 
     def _experts(self, x: Tensor, routing: ops.Routing, lora: LayerAdapters | None) -> Tensor:

@@ -31,7 +31,7 @@ class Routing(NamedTuple):
     """Experts of a batch's tokens, the result of :func:`route_experts`.
 
     Attributes:
-        expert_weights: [tokens, top_k] fp32; weights of each token's experts, the largest first.
+        expert_weights: [tokens, top_k] fp32; weights of each token's experts, the first choice first.
         expert_ids: [tokens, top_k] int32; the experts in the same order.
         row_ids: [tokens * top_k] int32; rows sorted by expert, and by row for the same expert.
         expert_start: [experts + 1] int32; expert ``e`` has the rows ``row_ids[expert_start[e]:expert_start[e + 1]]``.
@@ -59,6 +59,7 @@ def route_experts(
     top_groups: int = 1,
     scale: float = 1.0,
     expert_scale: Tensor | None = None,
+    jitter: float = 0.01,
 ) -> Routing:
     """Choose the ``top_k`` experts with the largest scores for each token, weighted by their scores.
 
@@ -67,13 +68,17 @@ def route_experts(
         top_k: number of experts per token, 1 .. 32 and at most the number of experts in ``top_groups`` groups.
         renormalize: whether to divide a token's weights by their sum (Mixtral, https://arxiv.org/abs/2401.04088;
             Qwen3-MoE if its ``norm_topk_prob`` is set).
-        scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each logit (DeepSeek-V3).
+        scoring: ``"softmax"`` over all experts, ``"sigmoid"`` of each logit (DeepSeek-V3), or ``"sparsemixer"``
+            (Phi-3.5-MoE): softmax of the largest logit m among those that are not chosen yet, of which a logit x takes
+            part if (m - x) / max(|x|, m) is at most ``2 * jitter``. This one has neither bias nor groups, and its
+            weights are not divided by their sum.
         bias: [experts] fp32, contiguous; added to the scores for the choice, not for the weights.
         num_groups: number of groups of neighbouring experts, at most 32, with at least two experts each.
         top_groups: number of groups that the experts are chosen from: those with the largest sums of two scores, with
             their biases.
         scale: factor of the weights.
         expert_scale: [experts] fp32, contiguous; each expert's own factor of its weights.
+        jitter: half the tolerance of ``"sparsemixer"``, from 0 to 1; means nothing to the others.
 
     Returns:
         The :class:`Routing`. Between equal scores the expert with the smaller index is chosen. Scores are computed in
@@ -81,12 +86,14 @@ def route_experts(
         score is NaN.
 
     Raises:
-        RuntimeError: a shape, dtype or stride does not fit; there are too many experts, or ``top_k`` is out of range.
+        RuntimeError: a shape, dtype or stride does not fit; there are too many experts, or ``top_k`` or ``jitter`` is
+            out of range; ``scoring`` is unknown, or ``"sparsemixer"`` with what it does not have.
 
     Devices: CPU, CUDA.
 
     Source: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; the softmax before the choice: Fedus et al., 2021,
-    https://arxiv.org/abs/2101.03961; sigmoids, bias and groups: DeepSeek-V3, https://arxiv.org/abs/2412.19437.
+    https://arxiv.org/abs/2101.03961; sigmoids, bias and groups: DeepSeek-V3, https://arxiv.org/abs/2412.19437;
+    SparseMixer: Liu et al., 2024, https://arxiv.org/abs/2409.12136, and Phi-3.5-MoE in transformers.
 
     >>> import torch, fastinfer.ops as ops
     >>> routing = ops.route_experts(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]), top_k=2, renormalize=True)
@@ -99,7 +106,7 @@ def route_experts(
     """
     inference_only("route_experts", "logits", logits)
     options = {"scoring": scoring, "bias": bias, "num_groups": num_groups, "top_groups": top_groups, "scale": scale}
-    options["expert_scale"] = expert_scale
+    options |= {"expert_scale": expert_scale, "jitter": jitter}
     return Routing(*ops.route_experts.default(logits, top_k, renormalize, **options))
 
 
