@@ -1,5 +1,6 @@
 """Families whose images transformers' model encodes as a whole, against transformers, in fp32."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from support.image_families import FAMILIES, IMAGE_ID, expected, processed, save
 from support.image_models import picture
 
 from fastinfer import LLM, SamplingParams
+from fastinfer.errors import RequestError
 
 # Of odd sizes.
 IMAGES = [picture(37, 21, 1), picture(20, 61, 2), picture(9, 5), picture(150, 90, 3)]
@@ -49,3 +51,27 @@ def test_log_probabilities(model: tuple[str, Any, Path], count: int) -> None:
         for row, token_id, entry in zip(wanted, ids[1:], found, strict=False):
             assert abs(entry[token_id].logprob - float(row[token_id])) < 1e-4
             assert abs(max(each.logprob for each in entry.values()) - float(row.max())) < 1e-4
+
+
+def test_layouts_of_all_shapes(model: tuple[str, Any, Path]) -> None:
+    """An image has as many rows as its layout says, however narrow it is, or is refused."""
+    _, _, folder = model
+    encoder = LLM(str(folder), dtype="float32", device="cpu").engine.image_encoder
+    assert encoder is not None
+    numbers, num_refused = random.Random(0), 0
+    for width, height in [
+        (1, 1),
+        (1, 300),
+        (300, 1),
+        (3, 700),
+        *(numbers.choices(range(1, 99), k=2) for _ in range(8)),
+    ]:
+        image = picture(width, height)
+        try:
+            layout = encoder.layout(image)
+        except RequestError:
+            num_refused += 1
+            continue
+        assert layout.text.count(encoder.placeholder()) == len(layout.runs)
+        assert encoder.encode(image, "").num_tokens == sum(layout.runs)
+    assert num_refused <= 3
