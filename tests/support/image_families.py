@@ -10,6 +10,7 @@ import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from support.families import EXPERTS, SIZES
 from support.families import FAMILIES as TEXTS
@@ -93,7 +94,12 @@ def _gemma4(text: str, bidirectional: str | None, **vision: Any) -> ImageFamily:
 def _gemma4_unified() -> ImageFamily:
     other = _gemma4("gemma4-unified", "vision")
     vision = {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 48, "mm_posemb_size": 80}
-    return replace(other, name="Gemma4Unified", vision=vision | {"output_proj_dims": 48, "initializer_range": 0.15})
+    return replace(
+        other,
+        name="Gemma4Unified",
+        vision=vision | {"output_proj_dims": 48, "initializer_range": 0.15},
+        image_processor=other.image_processor | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+    )
 
 
 def _mistral3(text: dict[str, Any]) -> ImageFamily:
@@ -244,6 +250,7 @@ FAMILIES: dict[str, ImageFamily] = {
     "smolvlm": _idefics("SmolVLM"),
     "internvl": _intern("qwen2"),
     "mistral3": _mistral3({"model_type": "mistral", "sliding_window": None}),
+    "mistral4": _mistral3({"model_type": "mistral4"} | TEXTS["mistral4"][1]),
     "ministral3": _mistral3({"model_type": "ministral3"} | TEXTS["ministral3"][1]),
 }
 
@@ -285,7 +292,10 @@ def tokenizer(own: ImageFamily) -> Any:
 def processed(folder: Path, family: str, messages: list[dict[str, Any]]) -> dict[str, Tensor]:
     """What transformers' own processor makes of a conversation."""
     own = FAMILIES[family]
-    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    if own.name == "Gemma4Unified":
+        images = Gemma4ImageProcessorPil.from_pretrained(folder)
+    else:
+        images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     if own.name == "Mistral3":
         return _mistral3_inputs(own, images, messages)
     # That of SmolVLM, which is as Idefics 3's, needs one more package.

@@ -76,4 +76,4 @@ class Gemma4UnifiedFamily(Gemma4Family):
 
 
 def _is_bidirectional(fields: Any) -> bool:
-    return fields.text_config.use_bidirectional_attention == "vision"
+    return bool(fields.text_config.use_bidirectional_attention == "vision")
