@@ -1,7 +1,7 @@
 """Small random models of families whose images transformers' model encodes as a whole, and their processors."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from support.families import EXPERTS, SIZES
 from support.families import FAMILIES as TEXTS
@@ -87,6 +88,17 @@ def _gemma4(text: str, bidirectional: str | None, **vision: Any) -> ImageFamily:
             "max_soft_tokens": 70,
         },
         processor={"feature_extractor": None, "video_processor": None},
+    )
+
+
+def _gemma4_unified() -> ImageFamily:
+    other = _gemma4("gemma4-unified", "vision")
+    vision = {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 48, "mm_posemb_size": 80}
+    return replace(
+        other,
+        name="Gemma4Unified",
+        vision=vision | {"output_proj_dims": 48, "initializer_range": 0.15},
+        image_processor=other.image_processor | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
     )
 
 
@@ -227,6 +239,7 @@ GLM_EXPERTS = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "routed_s
 FAMILIES: dict[str, ImageFamily] = {
     "gemma4-inputs": _gemma4("gemma4-inputs", None, use_clipped_linears=True),
     "gemma4-moe": _gemma4("gemma4-moe", "vision", standardize=True),
+    "gemma4-unified": _gemma4_unified(),
     "glm4v": _glm("Glm4v", {}),
     "glm4v-moe": _glm("Glm4vMoe", GLM_EXPERTS),
     "glm46v-moe": _glm("Glm46V", GLM_EXPERTS, "glm4v_moe"),
@@ -237,6 +250,7 @@ FAMILIES: dict[str, ImageFamily] = {
     "smolvlm": _idefics("SmolVLM"),
     "internvl": _intern("qwen2"),
     "mistral3": _mistral3({"model_type": "mistral", "sliding_window": None}),
+    "mistral4": _mistral3({"model_type": "mistral4"} | TEXTS["mistral4"][1]),
     "ministral3": _mistral3({"model_type": "ministral3"} | TEXTS["ministral3"][1]),
 }
 
@@ -278,7 +292,10 @@ def tokenizer(own: ImageFamily) -> Any:
 def processed(folder: Path, family: str, messages: list[dict[str, Any]]) -> dict[str, Tensor]:
     """What transformers' own processor makes of a conversation."""
     own = FAMILIES[family]
-    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    if own.name == "Gemma4Unified":
+        images = Gemma4ImageProcessorPil.from_pretrained(folder)
+    else:
+        images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     if own.name == "Mistral3":
         return _mistral3_inputs(own, images, messages)
     # That of SmolVLM, which is as Idefics 3's, needs one more package.
@@ -288,7 +305,27 @@ def processed(folder: Path, family: str, messages: list[dict[str, Any]]) -> dict
     processor = type(own.name, (kind,), unchecked)(
         image_processor=images, tokenizer=tokenizer(own), chat_template=template(own), **own.processor
     )
-    return dict(processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt"))
+    inputs = dict(processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt"))
+    return _with_merged_patches(own, inputs) if own.name == "Gemma4Unified" else inputs
+
+
+def _with_merged_patches(own: ImageFamily, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs in which the patches of one token are one patch, as by an image processor that needs torchvision."""
+    side, pool, pixels, places = own.vision["patch_size"], own.vision["pooling_kernel_size"], [], []
+    for patches, positions in zip(inputs["pixel_values"], inputs["image_position_ids"], strict=True):
+        image = torch.zeros(*((positions.amax(0).flip(0) + 1) * side).tolist(), 3)
+        for patch, (column, row) in zip(patches, positions.tolist(), strict=True):
+            if row >= 0:
+                rows, columns = (slice(index * side, index * side + side) for index in (row, column))
+                image[rows, columns] = patch.view(side, side, 3)
+        size, cut, where = side * pool, torch.zeros(70, 3 * (side * pool) ** 2), torch.full((70, 2), -1)
+        for index in range(image[::size, ::size, 0].numel()):
+            row, column = divmod(index, image.shape[1] // size)
+            cut[index] = image[row * size :, column * size :][:size, :size].flatten()
+            where[index] = torch.tensor([column, row])
+        pixels.append(cut)
+        places.append(where)
+    return inputs | {"pixel_values": torch.stack(pixels), "image_position_ids": torch.stack(places)}
 
 
 def _mistral3_inputs(own: ImageFamily, processor: Any, messages: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -309,8 +346,12 @@ def expected(model: Any, inputs: dict[str, Tensor], ids: list[int]) -> Tensor:
     """The log-probabilities of a text that begins with a processed conversation, by transformers: [tokens, vocab]."""
     tokens = torch.tensor([ids])
     others = {name: values for name, values in inputs.items() if name != "attention_mask"}
+    kinds = (tokens == IMAGE_ID).int()
+    if hasattr(model, "create_masks_for_generate") and "pixel_values" in others:
+        # In forward() Gemma 4 without an encoder has other masks than in generate() with a cache of fixed size.
+        rows = torch.empty(1, len(ids), model.config.text_config.hidden_size)
+        others["attention_mask"] = model.create_masks_for_generate(model.config, rows, None, None, None, kinds)
     with torch.inference_mode():
-        kinds = (tokens == IMAGE_ID).int()
         logits: Tensor = model(**others | {"input_ids": tokens, "mm_token_type_ids": kinds}).logits
     return logits[0].float().log_softmax(-1)
 
@@ -322,7 +363,7 @@ def _randomise(model: Any) -> None:
         for name, values in model.named_parameters():
             if values.dim() == 1:
                 values.add_(torch.randn_like(values) / 5)
-            if name.endswith("position_embedding_table"):
+            if name.endswith(("position_embedding_table", "pos_embedding")):
                 values.copy_(torch.randn_like(values) / 3)
             if ".language_model." in name and name.endswith("q_norm.weight"):
                 values.mul_(0.2)  # in place of 1 / sqrt(head_dim), or attention amplifies rounding errors

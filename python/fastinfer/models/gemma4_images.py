@@ -8,7 +8,7 @@ import torch
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_features import FeatureFamily
-from fastinfer.models.image_modules import check_equal
+from fastinfer.models.image_modules import check_equal, read_weights
 from fastinfer.models.image_tokens import EncodedImage, ImageLayout
 
 # What an image's tokens begin and end with, and the token itself, which the chat template writes.
@@ -48,6 +48,31 @@ class Gemma4Family(FeatureFamily):
             in_windows_alone=True,
             layer_token=fields.text_config.pad_token_id,
         )
+
+
+class Gemma4UnifiedFamily(Gemma4Family):
+    """Properties of images in Gemma 4 without an encoder, which reads the pixels of one token as one patch."""
+
+    def read_processor(self, path: Path) -> Any:
+        # The model's own needs torchvision, and differs in the size of patches.
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+        return Gemma4ImageProcessorPil.from_pretrained(path, local_files_only=True)
+
+    def process(self, processor: Any, image: Any) -> dict[str, Any]:
+        inputs, side, pool = super().process(processor, image), processor.patch_size, processor.pooling_kernel_size
+        [patches], [positions] = inputs["pixel_values"], inputs["image_position_ids"]
+        columns, rows = ((positions.amax(0) + 1) // pool).tolist()
+        patches = patches[: rows * columns * pool**2]  # without padding
+        squares = patches.view(rows, pool, columns, pool, side, side, -1).permute(0, 2, 1, 4, 3, 5, 6)
+        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+        return {"pixel_values": squares.flatten(2).flatten(0, 1)[None], "image_position_ids": places[None]}
+
+    def read_weights(self, path: Path, model: Any, device: str) -> None:
+        vision = model.embed_vision
+        projection, vision.multimodal_embedder = vision.multimodal_embedder, None
+        read_weights(path, vision, ("model.vision_embedder.",), device)
+        vision.multimodal_embedder = read_weights(path, projection, ("model.embed_vision.",), device)
 
 
 def _is_bidirectional(fields: Any) -> bool:

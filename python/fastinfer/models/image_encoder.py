@@ -11,7 +11,7 @@ import torch
 from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
-from fastinfer.models.gemma4_images import Gemma4Family
+from fastinfer.models.gemma4_images import Gemma4Family, Gemma4UnifiedFamily
 from fastinfer.models.gemma_images import GemmaFamily
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.idefics_images import IdeficsFamily
@@ -32,6 +32,7 @@ MISSING = "images need the packages transformers and pillow: install fastinfer[i
 FAMILIES: dict[str, ImageFamily] = {
     "Gemma3ForConditionalGeneration": GemmaFamily(),
     "Gemma4ForConditionalGeneration": Gemma4Family(),
+    "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedFamily(),
     "Glm46VForConditionalGeneration": GLM4V,
     "Glm4vForConditionalGeneration": GLM4V,
     "Glm4vMoeForConditionalGeneration": GLM4V,

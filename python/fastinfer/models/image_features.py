@@ -61,10 +61,19 @@ class FeatureFamily:
         """Return an image with these rows, [1, tokens, hidden]."""
         return EncodedImage(features, digest, features.shape[1])
 
+    def rows(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return the rows of an image, [tokens, hidden]."""
+        return torch.cat([part.flatten(0, -2) for part in model.get_image_features(**inputs).pooler_output])
+
     def prefixes(self, module: str) -> tuple[str, ...]:
         """Return how the names of a module's tensors may begin in files of several ages."""
         owners = f"model.{module}.", f"{module}."
         return (*(f"{owner}vision_model." for owner in owners), *owners)
+
+    def read_weights(self, path: Path, model: Any, device: str) -> None:
+        """Read the weights of a model without its decoder from a folder."""
+        for name, module in model.named_children():
+            read_weights(path, module, self.prefixes(name), device)
 
     def read(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: str) -> "FeatureImages":
         """Load the modules of a folder."""
@@ -77,8 +86,7 @@ class FeatureFamily:
         check_equal(path, "text_config.hidden_size", fields.text_config.hidden_size, config.hidden_size)
         self.check(path, config, fields, processor)
         model = make_without_text(fields, dtype)
-        for name, module in model.named_children():
-            read_weights(path, module, self.prefixes(name), device)
+        self.read_weights(path, model, device)
         return FeatureImages(self, fields, model.eval(), processor)
 
 
@@ -113,6 +121,4 @@ class FeatureImages:
     def encode(self, image: Any, digest: bytes) -> EncodedImage:
         device = next(self.model.parameters()).device
         inputs = {name: values.to(device) for name, values in self.family.process(self.processor, image).items()}
-        rows = self.model.get_image_features(**inputs).pooler_output
-        features = torch.cat([part.flatten(0, -2) for part in rows])
-        return self.family.encoded(self.fields, features[None].cpu(), digest)
+        return self.family.encoded(self.fields, self.family.rows(self.model, inputs)[None].cpu(), digest)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_features import FeatureFamily
@@ -26,6 +27,14 @@ class MistralFamily(FeatureFamily):
         side = fields.vision_config.patch_size * fields.spatial_merge_size
         processor.patch_size = {"height": side, "width": side}
 
+    def rows(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        side = model.config.vision_config.patch_size * model.config.spatial_merge_size
+        is_single = int(inputs["image_sizes"].prod()) == side**2
+        if is_single:  # the model takes a single row for a dimension too many, so it gets two
+            inputs = {name: torch.cat([values, values]) for name, values in inputs.items()}
+        rows = super().rows(model, inputs)
+        return rows[:1] if is_single else rows
+
     def layout(self, fields: Any, processor: Any, height: int, width: int) -> ImageLayout:
         from transformers.image_utils import ChannelDimension
         from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
@@ -35,4 +44,6 @@ class MistralFamily(FeatureFamily):
         image = np.empty((height, width, 3), np.uint8)
         scaled = get_resize_output_image_size(image, longest, side, ChannelDimension.LAST)
         rows, columns = (length // side for length in scaled)
+        if not rows * columns:
+            raise ValueError(f"the longer side must be at most {np.max(longest)} times the shorter one")
         return ImageLayout(BREAK.join([TOKEN] * rows) + END, (columns,) * rows)
