@@ -57,8 +57,21 @@ def found(folder: Path) -> ImageEncoder | None:
         ("qwen3-vl", {"clip.projector_type": None}, "metadata key 'clip.vision.projector_type' is missing"),
         ("qwen3-vl", {"clip.has_vision_encoder": None}, "clip.has_vision_encoder must be true, got false"),
         ("qwen3-vl", {"clip.vision.block_count": None}, "metadata key 'clip.vision.block_count' is missing"),
-        ("qwen3-vl", {"clip.vision.image_mean": [0.5]}, "'clip.vision.image_mean': expected three numbers, got [0.5]"),
-        ("qwen3-vl", {"clip.vision.image_std": [1, 1, 1]}, "'clip.vision.image_std': expected three numbers, got"),
+        (
+            "qwen3-vl",
+            {"clip.vision.image_mean": [0.5]},
+            "'clip.vision.image_mean': expected three numbers of -1e+06 to 1e+06, got [0.5]",
+        ),
+        (
+            "qwen3-vl",
+            {"clip.vision.image_std": [1, 1, 1]},
+            "'clip.vision.image_std': expected three numbers of 1e-06 to",
+        ),
+        (
+            "qwen3-vl",
+            {"clip.vision.image_std": [0.5, 0.0, 0.5]},
+            "expected three numbers of 1e-06 to 1e+06, got [0.5 0",
+        ),
         ("qwen3-vl", {"clip.vision.is_deepstack_layers": [True]}, "expected 3 booleans, got 1 of bool"),
         (
             "qwen3-vl",
@@ -190,6 +203,10 @@ def test_tensors_that_cannot_be_used(models: dict[str, Any], tmp_path: Path) -> 
     write_model(tmp_path / "model.gguf", models["qwen3-vl"])
     for tensor, message in (
         (("v.blk.0.ln1.weight", np.zeros(47, np.float32)), "of 'blocks.0.norm1.weight' must have the shape [48], got"),
+        (
+            ("v.patch_embd.weight.1", np.zeros((48, 3, 4, 5), np.float32)),
+            "tensor 'v.patch_embd.weight.1' must have the shape [48, 3, 4, 4], got [48, 3, 4, 5]",
+        ),
         (("v.blk.0.ln1.weight", np.zeros(48, np.int32)), "tensor 'v.blk.0.ln1.weight' is stored as I32; supported are"),
         (("v.blk.0.ls1.weight", np.zeros(48, np.float32)), "tensor 'v.blk.0.ls1.weight' is not implemented"),
     ):

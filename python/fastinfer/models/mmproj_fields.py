@@ -47,7 +47,7 @@ def read_fields(file: GGUFFile) -> MmprojFields:
         image_size=size(file, "image_size"),
         norm_eps=file.get("clip.vision.attention.layer_norm_epsilon", float, minimum=0.0, maximum=1.0),
         mean=_colors(file, "image_mean"),
-        std=_colors(file, "image_std"),
+        std=_colors(file, "image_std", minimum=1e-6),  # pixels are divided by it
     )
     if fields.width % fields.num_heads:
         raise GGUFFormatError(
@@ -65,9 +65,11 @@ def size(file: GGUFFile, key: str, default: int | None = None) -> int:
     return file.get(name, int, default, minimum=1, maximum=MAX_SIZE)
 
 
-def _colors(file: GGUFFile, key: str) -> list[float]:
+def _colors(file: GGUFFile, key: str, minimum: float = -1e6) -> list[float]:
+    """Read a number for each of red, green and blue."""
     name = f"clip.vision.{key}"
     values = file.get(name, np.ndarray)
-    if values.dtype.kind != "f" or len(values) != 3 or not np.isfinite(values).all():
-        raise GGUFFormatError(f"{file.path}: metadata key {name!r}: expected three numbers, got {values!s:.80}")
+    if values.dtype.kind != "f" or len(values) != 3 or not ((values >= minimum) & (values <= 1e6)).all():
+        limits = f"three numbers of {minimum:g} to 1e+06"
+        raise GGUFFormatError(f"{file.path}: metadata key {name!r}: expected {limits}, got {values!s:.80}")
     return [float(value) for value in values]

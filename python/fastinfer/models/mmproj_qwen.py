@@ -14,7 +14,7 @@ from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_modules import make_module
 from fastinfer.models.mmproj_fields import MmprojFields, size
-from fastinfer.models.mmproj_tensors import MmprojTensors, has_swapped_mlp, joined, mlp_width
+from fastinfer.models.mmproj_tensors import MmprojTensors, has_swapped_mlp, mlp_width, stacked
 from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, TOKEN, QwenFamily, QwenImages, rotary_axes
 
 TIMES = 2  # frames that become one patch: an image is there twice
@@ -188,7 +188,7 @@ class QwenEncoder:
             block, part, kind = f"v.blk.{match[1]}", _LAYER_NAMES[match[2]], match[3]
             part = _SWAPPED.get(part, part) if is_swapped else part
             if part == "attn_qkv" and f"{block}.{part}.{kind}" not in self.tensors:
-                return joined(self.tensors, [f"{block}.attn_{each}.{kind}" for each in "qkv"], dim=0)
+                return stacked(self.tensors, [f"{block}.attn_{each}.{kind}" for each in "qkv"], dim=0).flatten(0, 1)
             return self.tensors.get(f"{block}.{part}.{kind}")
         if match := _DEEPSTACK.fullmatch(name):
             layer = self.deepstack_layers[int(match[1])]
@@ -196,7 +196,7 @@ class QwenEncoder:
         module, _, kind = name.rpartition(".")
         stored = f"{_NAMES[module]}.{kind}"
         if name == "patch_embed.proj.weight":  # a filter for each frame
-            return torch.stack([self.tensors.get(each) for each in (stored, f"{stored}.1")], dim=2)
+            return stacked(self.tensors, [stored, f"{stored}.1"], dim=2)
         return self.tensors.get(stored)
 
 

@@ -112,6 +112,12 @@ def mlp_width(tensors: MmprojTensors) -> int:
     return max(tensors.shape("v.blk.0.ffn_up.weight"))
 
 
-def joined(tensors: MmprojTensors, names: list[str], dim: int) -> Tensor:
-    """Read tensors of which a module has one, joined along a dimension."""
-    return torch.cat([tensors.get(name) for name in names], dim=dim)
+def stacked(tensors: MmprojTensors, names: list[str], dim: int) -> Tensor:
+    """Read tensors of one shape, stacked along a new dimension.
+
+    Raises:
+        CheckpointFormatError: a tensor is missing, or one has another shape than the first.
+    """
+    for name in names[1:]:
+        tensors.check_shape(name, tensors.shape(names[0]))
+    return torch.stack([tensors.get(name) for name in names], dim=dim)
