@@ -15,8 +15,9 @@ from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_modules import make_module
 from fastinfer.models.mmproj_fields import MmprojFields, size
 from fastinfer.models.mmproj_tensors import MmprojTensors, has_swapped_mlp, mlp_width, stacked
-from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, TOKEN, QwenFamily, QwenImages, rotary_axes
+from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, QwenFamily, QwenImages, rotary_axes
 
+TOKEN = QWEN2_5_VL.placeholder  # of the others, too
 TIMES = 2  # frames that become one patch: an image is there twice
 # Of Qwen2.5-VL, in files that do not say it: side of the windows of attention, in pixels.
 WINDOW_SIZE = 112
