@@ -33,6 +33,7 @@ from fastinfer.cli.memory_bounds import (
     kv_cache_bytes,
     module_token_bytes,
     page_bounds_bytes,
+    positions_of_last,
 )
 from fastinfer.cli.memory_description import describe
 from fastinfer.engine.config import EngineConfig
@@ -169,7 +170,7 @@ def test_tables_of_integers_are_multiplied_as_bytes(table: Tensor, tmp_path: Pat
     assert (weights.byte_operations, weights.float_operations) == expected
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma3", "granite-hybrid", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama3", "gemma3", "granite-hybrid", "deepseek-v3", "glm-dsa"])
 @pytest.mark.parametrize(("context", "batch"), [(200, 3), (64, 1)])
 def test_sizes_are_those_of_an_engine(family: str, context: int, batch: int, tmp_path: Path) -> None:
     """With tables of so many positions, blocks of windows beside a step of prompts, and slots of snapshots."""
@@ -211,6 +212,13 @@ def test_attended_positions(tokens: int, tmp_path: Path) -> None:
         min(position, config.window(index) or position) for index in range(7) for position in range(1, tokens + 1)
     )
     assert attended_positions(config, tokens).total() == expected
+
+
+def test_attended_positions_of_chosen_tokens(tmp_path: Path) -> None:
+    save_model(tmp_path, "glm-dsa")
+    config = open_checkpoint(tmp_path).config
+    assert attended_positions(config, 30).total() == 5 * sum(min(position, 12) for position in range(1, 31))
+    assert positions_of_last(config, 30, range(5)).total() == 5 * 12
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)

@@ -295,13 +295,13 @@ def all_state_bytes(config: ModelConfig) -> int:
 def attended_positions(config: ModelConfig, tokens: int) -> Counter[KVShape]:
     """Return the number of (query, key) pairs of a prompt of ``tokens`` tokens, by the shape of the layers' keys.
 
-    Layers that store nothing are computed for the last token alone.
+    Layers that store nothing are computed for the last token alone. What indexers read is not counted.
     """
     pairs: Counter[KVShape] = Counter()
     for layer in range(config.num_storing_layers):
         if not config.has_state(layer):
-            window = min(config.window(layer) or tokens, tokens)
-            pairs[config.kv_shape(layer)] += window * (window + 1) // 2 + (tokens - window) * window
+            most = _most_positions(config, layer, tokens)
+            pairs[config.kv_shape(layer)] += most * (most + 1) // 2 + (tokens - most) * most
     return pairs + positions_of_last(config, tokens, range(config.num_storing_layers, config.num_layers))
 
 
@@ -310,8 +310,14 @@ def positions_of_last(config: ModelConfig, tokens: int, layers: range) -> Counte
     positions: Counter[KVShape] = Counter()
     for layer in layers:
         if not config.has_state(layer):
-            positions[config.kv_shape(layer)] += min(config.window(layer) or tokens, tokens)
+            positions[config.kv_shape(layer)] += _most_positions(config, layer, tokens)
     return positions
+
+
+def _most_positions(config: ModelConfig, layer: int, tokens: int) -> int:
+    """Return the most positions that one of ``tokens`` tokens attends to in a layer."""
+    chosen = tokens if config.indexer is None else config.indexer.top_k
+    return min(config.window(layer) or tokens, chosen, tokens)
 
 
 def head_layouts(config: ModelConfig) -> dict[str, int]:
