@@ -170,7 +170,7 @@ def test_tables_of_integers_are_multiplied_as_bytes(table: Tensor, tmp_path: Pat
     assert (weights.byte_operations, weights.float_operations) == expected
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma3", "granite-hybrid", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama3", "gemma3", "granite-hybrid", "deepseek-v3", "glm-dsa"])
 @pytest.mark.parametrize(("context", "batch"), [(200, 3), (64, 1)])
 def test_sizes_are_those_of_an_engine(family: str, context: int, batch: int, tmp_path: Path) -> None:
     """With tables of so many positions, blocks of windows beside a step of prompts, and slots of snapshots."""
@@ -223,6 +223,13 @@ def test_attended_positions_of_chunks(tokens: int, tmp_path: Path) -> None:
     expected = sum(4 * (position % 40 + 1) + position + 1 for position in range(tokens))
     assert attended_positions(config, tokens).total() == expected
     assert positions_of_last(config, tokens + 1, range(5)).total() == 4 * (tokens % 40 + 1) + tokens + 1
+
+
+def test_attended_positions_of_chosen_tokens(tmp_path: Path) -> None:
+    save_model(tmp_path, "glm-dsa")
+    config = open_checkpoint(tmp_path).config
+    assert attended_positions(config, 30).total() == 5 * sum(min(position, 12) for position in range(1, 31))
+    assert positions_of_last(config, 30, range(5)).total() == 5 * 12
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)

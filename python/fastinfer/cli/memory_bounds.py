@@ -295,17 +295,17 @@ def all_state_bytes(config: ModelConfig) -> int:
 def attended_positions(config: ModelConfig, tokens: int) -> Counter[KVShape]:
     """Return the number of (query, key) pairs of a prompt of ``tokens`` tokens, by the shape of the layers' keys.
 
-    Layers that store nothing are computed for the last token alone.
+    Layers that store nothing are computed for the last token alone. What indexers read is not counted.
     """
     pairs: Counter[KVShape] = Counter()
     for layer in range(config.num_storing_layers):
         if not config.has_state(layer):
-            window = min(config.window(layer) or tokens, tokens)
+            most = _most_positions(config, layer, tokens)
             if config.chunked_windows and config.window(layer):
                 whole, rest = divmod(tokens, config.window(layer))
                 pairs[config.kv_shape(layer)] += whole * _triangle(config.window(layer)) + _triangle(rest)
             else:
-                pairs[config.kv_shape(layer)] += _triangle(window) + (tokens - window) * window
+                pairs[config.kv_shape(layer)] += _triangle(most) + (tokens - most) * most
     return pairs + positions_of_last(config, tokens, range(config.num_storing_layers, config.num_layers))
 
 
@@ -319,11 +319,17 @@ def positions_of_last(config: ModelConfig, tokens: int, layers: range) -> Counte
     positions: Counter[KVShape] = Counter()
     for layer in layers:
         if not config.has_state(layer):
-            seen = min(config.window(layer) or tokens, tokens)
+            seen = _most_positions(config, layer, tokens)
             if config.chunked_windows and config.window(layer):
                 seen = (tokens - 1) % config.window(layer) + 1
             positions[config.kv_shape(layer)] += seen
     return positions
+
+
+def _most_positions(config: ModelConfig, layer: int, tokens: int) -> int:
+    """Return the most positions that one of ``tokens`` tokens attends to in a layer."""
+    chosen = tokens if config.indexer is None else config.indexer.top_k
+    return min(config.window(layer) or tokens, chosen, tokens)
 
 
 def head_layouts(config: ModelConfig) -> dict[str, int]:
