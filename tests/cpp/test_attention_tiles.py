@@ -41,7 +41,12 @@ def as_prompt(batch: Batch, **options: Any) -> Tensor:
 
 
 def in_tiles_slowly(
-    batch: Batch, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None
+    batch: Batch,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention and its lse in fp64, with the probabilities of each tile rounded to bf16; keys and values must be."""
     group = batch.q.shape[1] // batch.k_cache.shape[2]
@@ -55,7 +60,7 @@ def in_tiles_slowly(
             position = length - end + token
             seen = torch.arange(length) <= position
             if window:
-                seen &= torch.arange(length) > position - window
+                seen &= torch.arange(length) >= position - (position % window if chunked else window - 1)
             for head, q in enumerate(batch.q[token].double()):
                 logits = keys[:, head // group] @ q * scale
                 if softcap:
@@ -114,6 +119,14 @@ def test_options(window: int, softcap: float) -> None:
     assert_as_slowly(batch, window=window, softcap=softcap, sinks=sinks, scale=-0.3)
 
 
+@attention_in_bf16
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
+def test_chunks(chunk: int) -> None:
+    """Rows of several chunks in one tile, and of one chunk in several."""
+    batch = bfloat16_batch([(3, 130), (33, 33), (70, 200)], 6, 2, 64)
+    assert_as_slowly(batch, window=chunk, chunked=True)
+
+
 def assert_near(out: Tensor, expected: Tensor) -> None:
     error = (out.double() - expected).abs()
     assert error.max() < 0.03
@@ -161,17 +174,17 @@ def test_int4_cache() -> None:
 
 
 @attention_in_bf16
-@pytest.mark.parametrize("window", [0, 200])
+@pytest.mark.parametrize(("window", "chunked"), [(0, False), (200, False), (200, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_query_does_not_depend_on_its_chunk(dtype: torch.dtype, window: int) -> None:
+def test_a_query_does_not_depend_on_its_chunk(dtype: torch.dtype, window: int, chunked: bool) -> None:
     length = 530
     whole = make_batch([(length, length)], 6, 2, 64, dtype=dtype)
-    expected = as_prompt(whole, window=window)
+    expected = as_prompt(whole, window=window, chunked=chunked)
     for cuts in [[0, 1, 17, 300, 512, 513, 530], [0, 400, 529, 530]]:
         for begin, end in pairwise(cuts):
             lengths = torch.tensor([end], dtype=torch.int32), torch.tensor([0, end - begin], dtype=torch.int32)
             chunk = Batch(whole.q[begin:end], whole.k_cache, whole.v_cache, whole.block_table, *lengths)
-            assert_bitwise(as_prompt(chunk, window=window), expected[begin:end])
+            assert_bitwise(as_prompt(chunk, window=window, chunked=chunked), expected[begin:end])
 
 
 @attention_in_bf16
