@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.image_families import FAMILIES, IMAGE_ID, expected, processed, save_model
 from support.image_models import picture
 from support.toy import drain
@@ -79,6 +80,21 @@ def test_layouts_of_all_shapes(model: tuple[str, Any, Path]) -> None:
         assert layout.text.count(encoder.placeholder()) == len(layout.runs)
         assert encoder.encode(image, "").num_tokens == sum(layout.runs)
     assert num_refused <= 3
+
+
+@pytest.mark.parametrize("family", ["gemma4-unified", "mistral3"])
+def test_files_of_other_ages(family: str, tmp_path: Path) -> None:
+    """One file for all processors, and names of tensors without that of the whole model."""
+    save_model(tmp_path, family)
+    messages, path = conversation(IMAGES[:2]), tmp_path / "model.safetensors"
+    wanted = LLM(str(tmp_path), dtype="float32", device="cpu").chat(messages, PARAMS)
+    processor = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": processor}))
+    tensors = {re.sub("^model.(vision_tower|multi_modal)", r"\1", name): each for name, each in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    found = LLM(str(tmp_path), dtype="float32", device="cpu").chat(messages, PARAMS)
+    assert found.outputs[0].logprobs == wanted.outputs[0].logprobs
 
 
 def test_a_batch(model: tuple[str, Any, Path]) -> None:
