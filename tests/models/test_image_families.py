@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, save_model(folder, request.param), folder
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_log_probabilities(model: tuple[str, Any, Path], count: int) -> None:
     """Of a prompt in several chunks, of the text that follows it, and of that after the cached prompt."""
     family, reference, folder = model
@@ -58,6 +58,7 @@ def test_log_probabilities(model: tuple[str, Any, Path], count: int) -> None:
             assert abs(max(each.logprob for each in entry.values()) - float(row.max())) < 1e-4
 
 
+@pytest.mark.slow
 def test_layouts_of_all_shapes(model: tuple[str, Any, Path]) -> None:
     """An image has as many rows as its layout says, however narrow it is, or is refused."""
     _, _, folder = model
@@ -97,6 +98,7 @@ def test_files_of_other_ages(family: str, tmp_path: Path) -> None:
     assert found.outputs[0].logprobs == wanted.outputs[0].logprobs
 
 
+@pytest.mark.slow
 def test_a_batch(model: tuple[str, Any, Path]) -> None:
     """Conversations that run together have the answers of each by itself, bit for bit."""
     _, _, folder = model
