@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.image_families import FAMILIES, IMAGE_ID, expected, processed, save_model
 from support.image_models import picture
 from support.toy import drain
@@ -32,7 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, save_model(folder, request.param), folder
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_log_probabilities(model: tuple[str, Any, Path], count: int) -> None:
     """Of a prompt in several chunks, of the text that follows it, and of that after the cached prompt."""
     family, reference, folder = model
@@ -57,6 +58,7 @@ def test_log_probabilities(model: tuple[str, Any, Path], count: int) -> None:
             assert abs(max(each.logprob for each in entry.values()) - float(row.max())) < 1e-4
 
 
+@pytest.mark.slow
 def test_layouts_of_all_shapes(model: tuple[str, Any, Path]) -> None:
     """An image has as many rows as its layout says, however narrow it is, or is refused."""
     _, _, folder = model
@@ -81,6 +83,22 @@ def test_layouts_of_all_shapes(model: tuple[str, Any, Path]) -> None:
     assert num_refused <= 3
 
 
+@pytest.mark.parametrize("family", ["gemma4-unified", "mistral3"])
+def test_files_of_other_ages(family: str, tmp_path: Path) -> None:
+    """One file for all processors, and names of tensors without that of the whole model."""
+    save_model(tmp_path, family)
+    messages, path = conversation(IMAGES[:2]), tmp_path / "model.safetensors"
+    wanted = LLM(str(tmp_path), dtype="float32", device="cpu").chat(messages, PARAMS)
+    processor = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": processor}))
+    tensors = {re.sub("^model.(vision_tower|multi_modal)", r"\1", name): each for name, each in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    found = LLM(str(tmp_path), dtype="float32", device="cpu").chat(messages, PARAMS)
+    assert found.outputs[0].logprobs == wanted.outputs[0].logprobs
+
+
+@pytest.mark.slow
 def test_a_batch(model: tuple[str, Any, Path]) -> None:
     """Conversations that run together have the answers of each by itself, bit for bit."""
     _, _, folder = model
