@@ -43,6 +43,7 @@ class FlatModel:
             state_layers=(),
             has_state=lambda layer: False,
             latent_attention=None,
+            indexer=None,
         )
         self._logits = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1))
 

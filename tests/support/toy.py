@@ -76,6 +76,7 @@ class ToyConfig:
     states: LinearAttentionConfig | None = None
     state_layers: tuple[bool, ...] = ()
     latent_attention: None = None
+    indexer: None = None
     has_features: bool = False
     is_draft_head: bool = False
     block: None = None
