@@ -22,6 +22,7 @@ ACTIVATIONS |= {"q_latent", "q_rope", "kv"}
 ACTIVATIONS |= {"merge_attention_states.b", "gate", "qkv", "z", "gated_delta_rule.a", "gated_delta_rule.b"}
 ACTIVATIONS |= {"gates", "xbc", "dt", "k_cache", "v_cache", "cache", "lse", "a_lse", "b_lse", "expert_weights"}
 ACTIVATIONS |= {"conv_state", "recurrent_state", "ssm_state", "bounds"}
+ACTIVATIONS |= {"select_tokens.weights", "select_tokens.keys"}
 WEIGHTS = {"weight", "scales", "mins", "bias", "norm_weight", "q_norm_weight", "k_norm_weight", "table", "sinks"}
 WEIGHTS |= {"add_lora.a", "add_lora.b", "a_log", "dt_bias", "d"}
 OTHERS = {"cos_sin_cache", "k_scale", "v_scale", "query_scales", "scale"}

@@ -322,7 +322,7 @@ def test_what_is_left_out_may_be_anything(op: str, device_type: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"op": "rmsnorm", "device": "cpu"}, r"op must be one of add_lora, .*, w8a8_gemm, got 'rmsnorm'"),
+        ({"op": "rmsnorm", "device": "cpu"}, r"op must be one of add_lora, .*, xielu, got 'rmsnorm'"),
         ({"op": "rms_norm", "device": "meta"}, r"device must be one of cpu, cuda, got 'meta'"),
         ({"op": "rms_norm", "device": "cpu", "head_dim": 64}, r"rms_norm has no head_dim, only dtype, weight_dtype"),
         ({"op": "sample", "device": "cpu", "in_features": 8, "head_dim": 8}, r"sample has no head_dim, in_features,"),

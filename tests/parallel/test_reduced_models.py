@@ -41,7 +41,6 @@ FAMILIES = [
     "gpt2",
     "cohere2",
     "mixtral",
-    "phimoe",
     "qwen2-moe",
     "gpt-oss",
     "flex-olmo",
@@ -52,16 +51,17 @@ FAMILIES = [
     "qwen3-next",
     "olmo-hybrid",
     "lfm2-biases",
-    "apertus",
-    "nemotron-h-latent",
     "nemotron-h-dense",
     "falcon-h1",
     "deepseek-v3",
-    "glm-dsa",
     "minicpm3",
     "axk1",
     "gemma4-inputs",
     "gemma4-moe",
+    "phimoe",
+    "apertus",
+    "nemotron-h-latent",
+    "glm-dsa",
 ]
 
 

@@ -98,7 +98,8 @@ class HFCheckpoint:
     def part_bytes(self, device: str) -> Counter[ModelPart]:
         prefix = self._with_prefix(f"{self._family.top['layers']}.")
         router, experts = (f"{self._family.layer.get(part)}." for part in ("router", "experts"))
-        embedding = self._with_prefix(f"{self._family.top['embedding']}.")
+        # Layers for multi-token prediction read the model's.
+        embedding = self._with_prefix(f"{self._family.top.get('embedding', 'none')}.")
         layers, packed = decoder_layers(self.config), PackedSizes(self._quantization, self._exact)
         sizes: Counter[ModelPart] = Counter()
         for name in self._loaded_names():
