@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_log_probabilities(model: tuple[str, Any, Path], count: int) -> None:
-    """Of a prompt in several chunks, of the text that follows it, and of that after the cached prompt."""
+    """A prompt in several chunks, the text that follows it, and that after the cached prompt are compared."""
     family, reference, folder = model
     messages = conversation(IMAGES[:count])
     inputs = processed(folder, family, messages)

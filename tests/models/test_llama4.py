@@ -27,7 +27,7 @@ def read(folder: Path, **changes: Any) -> ModelConfig:
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 149, 150, 500])
 def test_the_text_is_cut_into_chunks(chunk: int, tmp_path: Path) -> None:
-    """Whose ends are within the text, at its end and behind it."""
+    """Chunks end within the text, at its end and behind it."""
     model = make_model("llama4", attention_chunk_size=chunk)
     model.save_pretrained(tmp_path)
     reference = expected(model, some_tokens())

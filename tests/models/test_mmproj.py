@@ -104,7 +104,7 @@ def test_a_template_of_text_alone(family: str, tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_without_the_token_of_images(tmp_path: Path) -> None:
-    """As of Gemma 3 files that have the tokens of SentencePiece alone: the padding stands for an image."""
+    """Some files of Gemma 3 have the tokens of SentencePiece alone: the padding then stands for an image."""
     model = save_model(tmp_path / "folder", "gemma3", {"query_pre_attn_scalar": 32})
     write_model(tmp_path / "model.gguf", model, tokens={IMAGE_ID: "<unused>", 257: "<pad>"})
     write_mmproj(tmp_path / "mmproj.gguf", model)

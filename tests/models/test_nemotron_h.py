@@ -167,7 +167,7 @@ def test_layers_and_sizes_of_a_gguf_file(tmp_path: Path) -> None:
 
 
 def test_width_of_experts(tmp_path: Path) -> None:
-    """Of projected hidden states; without experts the setting means nothing."""
+    """Experts may read projected hidden states; without experts the setting means nothing."""
     config = read_hf_config(changed(tmp_path, "nemotron-h-latent"))
     assert (config.expert_latent_size, config.expert_width, config.hidden_size) == (40, 40, 64)
     assert read_hf_config(changed(tmp_path)).expert_width == 64

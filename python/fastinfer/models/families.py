@@ -92,6 +92,14 @@ _LATENT_LAYER = {
     "k_b_proj": "self_attn.k_b_proj",
     "v_b_proj": "self_attn.v_b_proj",
 }
+# DeepSeek-V3's experts.
+_DEEPSEEK_EXPERTS = {
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
 _INDEXER = {
     "index_q_proj": "self_attn.indexer.wq_b",
     "index_k_proj": "self_attn.indexer.wk",
@@ -873,24 +881,14 @@ FAMILIES: dict[str, Family] = {
         _LAYER | _LATENT_LAYER,
         structure=LATENT,
         sigmoid_router=True,
-        defaults={
-            "norm_topk_prob": True,
-            "n_shared_experts": 1,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-        },
+        defaults=_DEEPSEEK_EXPERTS,
     ),
     "DeepseekV32ForCausalLM": Family(
         _LAYER | _LATENT_LAYER | _INDEXER,
         structure=LATENT,
         sigmoid_router=True,
         defaults={
-            "norm_topk_prob": True,
-            "n_shared_experts": 1,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
+            **_DEEPSEEK_EXPERTS,
             "first_k_dense_replace": 3,
             "index_n_heads": 64,
             "index_head_dim": 128,
@@ -944,11 +942,7 @@ FAMILIES: dict[str, Family] = {
         optional_router_bias=True,
         fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         defaults={
-            "norm_topk_prob": True,
-            "n_shared_experts": 1,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
+            **_DEEPSEEK_EXPERTS,
             "first_k_dense_replace": 1,
         },
     ),

@@ -98,8 +98,8 @@ class HFCheckpoint:
     def part_bytes(self, device: str) -> Counter[ModelPart]:
         prefix = self._with_prefix(f"{self._family.top['layers']}.")
         router, experts = (f"{self._family.layer.get(part)}." for part in ("router", "experts"))
-        # Layers for multi-token prediction read the model's.
-        embedding = self._with_prefix(f"{self._family.top.get('embedding', 'none')}.")
+        embedding = self._family.top.get("embedding")  # layers for multi-token prediction read the model's
+        looked_up = None if embedding is None else self._with_prefix(f"{embedding}.weight")
         layers, packed = decoder_layers(self.config), PackedSizes(self._quantization, self._exact)
         sizes: Counter[ModelPart] = Counter()
         for name in self._loaded_names():
@@ -109,7 +109,7 @@ class HFCheckpoint:
                 is_experts = rest.startswith((experts, "mlp.switch_mlp.")) and not rest.startswith(router)
                 part = ModelPart(None if layer is None else layers[layer], layer is not None and is_experts)
                 stored, dtype = self.tensors.num_bytes(name), self.tensors.header(name)[1]
-                sizes[part] += packed.num_bytes(name, stored, dtype, is_looked_up=name.startswith(embedding))
+                sizes[part] += packed.num_bytes(name, stored, dtype, is_looked_up=name == looked_up)
         return sizes
 
     def __contains__(self, name: str) -> bool:

@@ -24,7 +24,7 @@ class ImageModules(Protocol):
 
     @property
     def placeholder(self) -> str:
-        """What the chat template writes for an image."""
+        """Text that the chat template writes for an image."""
         ...
 
     def layout(self, image: Any) -> ImageLayout:

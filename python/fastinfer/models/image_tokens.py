@@ -14,7 +14,7 @@ CONTENT_BIT = 2**62
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """What stands for an image in a prompt.
+    """Text and tokens that stand for an image in a prompt.
 
     Attributes:
         text: the text in place of what the chat template writes, with the image's token once for each run.

@@ -33,7 +33,7 @@ class MmprojEncoder(Protocol):
 
     @property
     def marker(self) -> str:
-        """What stands for an image in a conversation whose chat template has text alone."""
+        """Text that stands for an image in a conversation whose chat template has text alone."""
         ...
 
     def load(self, config: ModelConfig, dtype: torch.dtype, device: str) -> ImageModules:

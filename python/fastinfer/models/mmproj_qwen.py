@@ -51,7 +51,7 @@ _SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 @dataclass(frozen=True)
 class QwenKind:
-    """What the files of a model do not say.
+    """Properties of a model's images that its files do not say.
 
     Attributes:
         family: how the model has images.
