@@ -57,15 +57,21 @@ class Epilogue {
         residual_(static_cast<const T*>(p.residual)),
         out_(static_cast<T*>(p.out)),
         row0_(row0),
+        last_row_(p.m - 1 - row0),
         rows_(p.expert_rows),
         width_(kGated ? p.n / 2 : p.n) {}
 
-  // One vector of a unit's columns after the other: what they share stays in registers.
+  // One vector of a unit's columns after the other: what they share stays in registers. As many rows probably follow,
+  // and where their results go is prefetched: a store that misses the caches holds up all that come after it.
   void finish_unit(const float* sums, int64_t stride, int64_t unit, int64_t rows) const {
     for_each_vector(columns_of(unit, stride), [&](int64_t i, int64_t lanes) {
       const Bias bias = bias_of(unit, stride, i, lanes);
+      const int64_t first = unit * unit_columns(stride) + i;
       for (int64_t row = 0; row < rows; ++row) {
-        finish_vector(sums + row * stride + i, bias, offset_of(row) + unit * unit_columns(stride) + i, lanes);
+        finish_vector(sums + row * stride + i, bias, offset_of(row) + first, lanes);
+        const int64_t next = offset_of(std::min(row + rows, last_row_)) + first;
+        __builtin_prefetch(out_ + next, 1);
+        if (residual_ != nullptr) __builtin_prefetch(residual_ + next);
       }
     });
   }
@@ -119,7 +125,7 @@ class Epilogue {
   const int64_t bias_row_;
   const T* const residual_;
   T* const out_;
-  const int64_t row0_;
+  const int64_t row0_, last_row_;
   const ExpertRows rows_;
   const int64_t width_;
 };

@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "common/cpu/dot.h"
+#include "common/cpu/reduce.h"
 #include "gemm/gemm_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
@@ -45,6 +46,8 @@ struct QuantizedActivations {
 // Inputs that share a multiplier.
 template <class Run>
 inline constexpr int kSpan = kBlockInputs / Run::kMultipliers;
+
+inline constexpr int kSpansAtOnce = 4;  // whose lanes are reduced together
 
 // kLanes largest magnitudes of a span, as the bits of fp32: integers order those like numbers, and a NaN above all.
 template <int kInputs>
@@ -105,10 +108,14 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, Activa
   auto* multipliers = reinterpret_cast<int32_t*>(work);
   float* inverses = work + padded;
   i32v row_magnitudes{};
-  for (int64_t span = 0; span < spans; ++span) {
-    const i32v magnitudes = magnitudes_of<kSpan<Run>>(x + span * kSpan<Run>);
-    row_magnitudes = magnitudes > row_magnitudes ? magnitudes : row_magnitudes;
-    multipliers[span] = reduce_max(magnitudes);
+  for (int64_t first = 0; first < spans; first += kSpansAtOnce) {
+    i32v magnitudes[kSpansAtOnce] = {};
+#pragma GCC unroll 4
+    for (int i = 0; i < kSpansAtOnce; ++i) {
+      if (first + i < spans) magnitudes[i] = magnitudes_of<kSpan<Run>>(x + (first + i) * kSpan<Run>);
+      row_magnitudes = magnitudes[i] > row_magnitudes ? magnitudes[i] : row_magnitudes;
+    }
+    store_as(multipliers + first, reduce_max(magnitudes[0], magnitudes[1], magnitudes[2], magnitudes[3]));
   }
   const auto amax = std::bit_cast<float>(reduce_max(row_magnitudes));
   const float steps = largest * kLargestMultiplier, inverse = steps / amax;
@@ -125,18 +132,26 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, Activa
     store_as(multipliers + span, m);
     store(inverses + span, inverse / to_f32(m));
   }
-  for (int64_t b = 0; b < k / kBlockInputs; ++b) {
-    ActivationBlock<Run>& block = blocks[b * stride];
-    const int64_t first = b * Run::kMultipliers;
-    int32_t sums[Run::kMultipliers], sum = 0;
-#pragma GCC unroll 2
-    for (int i = 0; i < Run::kMultipliers; ++i) {
+  constexpr int kMultipliers = Run::kMultipliers;
+  for (int64_t first = 0; first < spans; first += kSpansAtOnce) {
+    i32v lanes[kSpansAtOnce] = {};
+#pragma GCC unroll 4
+    for (int i = 0; i < kSpansAtOnce; ++i) {
       const int64_t span = first + i;
-      sums[i] = reduce_add(quantize_span(x + span * kSpan<Run>, inverses[span], i * kSpan<Run>, block));
-      sum += sums[i] * multipliers[span];
+      if (span >= spans) break;
+      lanes[i] = quantize_span(x + span * kSpan<Run>, inverses[span], i % kMultipliers * kSpan<Run>,
+                               blocks[span / kMultipliers * stride]);
     }
-    block.multipliers = Run::multipliers(multipliers + first, sums);
-    block.sum = static_cast<float>(sum);
+    int32_t sums[kSpansAtOnce];
+    store_as(sums, reduce_add(lanes[0], lanes[1], lanes[2], lanes[3]));
+    for (int i = 0; i < kSpansAtOnce && first + i < spans; i += kMultipliers) {
+      ActivationBlock<Run>& block = blocks[(first + i) / kMultipliers * stride];
+      const int32_t* of_block = multipliers + first + i;
+      int32_t sum = sums[i] * of_block[0];
+      if constexpr (kMultipliers == 2) sum += sums[i + 1] * of_block[1];
+      block.multipliers = Run::multipliers(of_block, sums + i);
+      block.sum = static_cast<float>(sum);
+    }
   }
   return amax / steps;
 }
@@ -146,11 +161,13 @@ QuantizedActivations<Run> quantize_rows(const GemmParams& p) {
   const int64_t runs = p.k / kRunInputs, stride = p.m | 1;
   auto* blocks = scratch_array<ActivationBlock<Run>>(kQuantized, p.k / kBlockInputs * stride);
   float* scale = scratch_array<float>(kScales, p.m);
+  const bool as_it_stands = p.dtype == DType::kFloat32 && p.norm_weight.data == nullptr;
   for_each_row_range(p, [&](int64_t begin, int64_t end) {
-    float* x = scratch_array<float>(kRowBuffer, p.k + 2 * (runs + kLanes));
+    float* buffer = scratch_array<float>(kRowBuffer, p.k + 2 * (runs + kLanes));
     for (int64_t row = begin; row < end; ++row) {
-      load_row(p, row, x);
-      scale[row] = quantize_row<Run>(x, p.k, kLargestActivation<kBits>, x + p.k, blocks + row, stride);
+      const float* x = as_it_stands ? static_cast<const float*>(p.x) + p.expert_rows.x_row(row) * p.x_stride : buffer;
+      if (!as_it_stands) load_row(p, row, buffer);
+      scale[row] = quantize_row<Run>(x, p.k, kLargestActivation<kBits>, buffer + p.k, blocks + row, stride);
     }
   });
   return {.blocks = blocks, .stride = stride, .scale = scale};
