@@ -72,6 +72,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                "Tensor state_writes");
   m.def("set_batch_invariant(bool value) -> bool");
   m.def("set_constant_weights(bool value) -> bool");
+  m.def("set_dependent_launches(bool value) -> bool");
   m.def("set_first_prompt_row(int value) -> int");
   m.def("merge_attention_states(Tensor a, Tensor a_lse, Tensor b, Tensor b_lse) -> (Tensor, Tensor)");
   def_with_out(

@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
 SANITIZERS = ("plain", "address", "thread")
 BUILDS = (*SANITIZERS, "traffic")
+LAUNCH_SOURCES = (CSRC / "common/cuda/device.cpp", CSRC / "common/dependent_launches.cpp")
 
 
 def cuda_include() -> Path | None:
@@ -47,7 +48,7 @@ def build(sanitizer: str, target: str = "all") -> Path:
 
 def build_layouts_by_nvcc(library: Path, arch: str) -> None:
     """Build layouts.cu for a GPU, "native" or such as "sm_90a", with what launches kernels in libfastinfer.so."""
-    sources = [HERE / "layouts.cu", CSRC / "common/cuda/device.cpp"]
+    sources = [HERE / "layouts.cu", *LAUNCH_SOURCES]
     # A missing symbol is an error here, and not where the library is loaded.
     options = [f"-arch={arch}", "-std=c++20", f"-I{CSRC}", "-shared", "-Xcompiler=-fPIC", "-Xlinker=--no-undefined"]
     command = ["nvcc", *options, "-o", str(library), *map(str, sources)]

@@ -10,6 +10,7 @@
 
 #include "block.h"
 #include "block_order.h"
+#include "common/dependent_launches.h"
 #include "memory_guard.h"
 #include "streams.h"
 
@@ -41,7 +42,9 @@ extern "C" __attribute__((visibility("default"))) const char* emulation_launches
   return taken.c_str();
 }
 
-void run(const Launch& launch, const std::shared_ptr<const void>& owner) {
+void run(const Launch& asked, const std::shared_ptr<const void>& owner) {
+  Launch launch = asked;
+  launch.dependent = launch.dependent && fastinfer::dependent_launches();
   if (launches_wanted) launches += std::string(launch.name) + "\n";
   if (launch.threads == 0 || launch.threads > 1024) {
     throw std::runtime_error(std::string(launch.name) + ": a block must have 1 to 1024 threads, got " +

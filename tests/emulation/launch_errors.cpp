@@ -1,6 +1,7 @@
 // csrc/common/cuda/launch.h and device.cpp on a runtime of this file's own, without a GPU: what is asked of the
 // runtime, and what becomes of its errors. Prints what happened, for tests/emulation/test_launch.py.
 #include <common/cuda/launch.h>
+#include <common/dependent_launches.h>
 
 #include <iostream>
 #include <string>
@@ -93,6 +94,10 @@ int main() {
     launch("my_kernel", kernel);
   }
   failing = "";
+  launch("my_kernel", kernel);
+  fastinfer::set_dependent_launches(false);
+  launch("my_kernel", kernel);
+  fastinfer::set_dependent_launches(true);
   launch("my_kernel", kernel);
   ptx_version = 80;
   launch("another", another);

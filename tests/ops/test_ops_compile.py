@@ -26,7 +26,7 @@ OUT_CALLS = {f"{name}.out": (args, out) for name, args, out in out_calls()}
 def test_every_operator_is_called() -> None:
     schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fastinfer::")]
     registered = {f"{schema.name}.{schema.overload_name}".removeprefix("fastinfer::").strip(".") for schema in schemas}
-    settings = {"set_batch_invariant", "set_constant_weights", "set_first_prompt_row"}
+    settings = {"set_batch_invariant", "set_constant_weights", "set_dependent_launches", "set_first_prompt_row"}
     assert registered == {name for name, _ in op_calls()} | OUT_CALLS.keys() | settings
 
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/cuda/check.h"
+#include "common/dependent_launches.h"
 
 namespace fastinfer::cuda {
 namespace {
@@ -41,7 +42,9 @@ bool prepare_kernel(const char* name, const void* kernel) {
   int index = 0;
   check(name, cudaGetDevice(&index));
   const std::lock_guard lock(mutex);
-  if (const auto at = known.find({index, kernel}); at != known.end()) return at->second;
+  if (const auto at = known.find({index, kernel}); at != known.end()) {
+    return at->second && dependent_launches();
+  }
   cudaFuncAttributes attributes{};
   check(name, cudaFuncGetAttributes(&attributes, kernel));
   // The limit of this device, not of one launch: another thread may be about to launch the kernel with more.
@@ -49,7 +52,8 @@ bool prepare_kernel(const char* name, const void* kernel) {
   if (most > kDefaultSharedBytes) {
     check(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)));
   }
-  return known[{index, kernel}] = attributes.ptxVersion >= 90;
+  const bool can_wait = known[{index, kernel}] = attributes.ptxVersion >= 90;
+  return can_wait && dependent_launches();
 }
 
 }  // namespace fastinfer::cuda

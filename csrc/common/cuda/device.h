@@ -10,9 +10,9 @@ namespace fastinfer::cuda {
 FASTINFER_API const Device& device(int index);
 
 // Prepares a kernel for the current device, once: a launch may then ask for all the shared memory of a block. Returns
-// true if the code that the device runs contains grid_dependency_wait. PTX for an architecture before 90, which a newer
-// GPU may run, does not contain it, and must not be launched as dependent. Throws std::runtime_error with the kernel's
-// name if the device has no code for it.
+// true if the kernel may be launched as dependent: the calling thread allows it, and the code that the device runs
+// contains grid_dependency_wait. PTX for an architecture before 90, which a newer GPU may run, does not contain it.
+// Throws std::runtime_error with the kernel's name if the device has no code for it.
 bool prepare_kernel(const char* name, const void* kernel);
 
 }  // namespace fastinfer::cuda

@@ -39,6 +39,7 @@ class Operators(Protocol):
     sample: Operator[tuple[Tensor, Tensor, Tensor, Tensor]]
     set_batch_invariant: Operator[bool]
     set_constant_weights: Operator[bool]
+    set_dependent_launches: Operator[bool]
     set_first_prompt_row: Operator[int]
     softcap: Operator[None]
     store_kv_cache: Operator[None]
