@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.halved_ranks import halved_ranks
 from support.helpers import device_fixture
 from support.tiny_folder import write_tiny_folder
 
 from fastinfer import LLM, SamplingParams
 from fastinfer.engine import batch_inputs
+from fastinfer.engine.rank_worker import RankWorker
 from fastinfer.parallel import peer_group
 
 device = device_fixture("cuda")
@@ -54,6 +56,7 @@ def test_texts_are_those_of_one_gpu(folder: Path, divided: LLM, device: str) -> 
     assert texts(divided) == found
     stats = divided.engine.stats()
     assert (stats.num_eager_steps, stats.num_failed_graphs) == (0, 0)
+    assert divided.engine._workers[0].runner.halves is None  # all steps are recorded
     whole = texts(LLM(str(folder), device="cuda", **LIMITS))
     for prompt, (_, _, ours), (_, _, theirs) in zip(PROMPTS, found, whole, strict=True):
         for token, own, other in zip(prompt["prompt_token_ids"][1:], ours[1:], theirs[1:], strict=True):
@@ -69,6 +72,20 @@ def test_exchanges_through_host_memory_change_no_bit(
     monkeypatch.setenv(peer_group.DISABLED, "1")
     monkeypatch.delattr(peer_group, "_memories_of_gpus")
     assert texts(LLM(str(folder), device="cuda", **RANKS, **LIMITS)) == expected
+
+
+def test_steps_in_halves_change_no_bit(folder: Path, device: str) -> None:
+    """Also where they do not pay: each half has a stream, and memory for its exchanges."""
+    options = RANKS | LIMITS | {"enforce_eager": True, "deterministic": True}
+    expected = texts(LLM(str(folder), device="cuda", **options))
+    with halved_ranks():
+        llm = LLM(str(folder), device="cuda", **options)
+    assert texts(llm) == expected
+    worker = llm.engine._workers[0]
+    assert isinstance(worker, RankWorker)
+    assert worker.runner.halves is not None
+    assert 0 < worker.runner.halves.num_steps < worker.num_eager_steps
+    assert len({peers.memory.view(torch.int64)[5].item() for peers in worker._peers}) == 2  # addresses of their memory
 
 
 def test_killed_rank_ends_the_step_with_its_name(divided: LLM, device: str) -> None:

@@ -6,10 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 from support.helpers import assert_bitwise, device_fixture
-from support.peers import Peers
+from support.peers import Peers, run_together
 from torch import Tensor
 
 from fastinfer import _C, ops
+from fastinfer.ops.launches import no_dependent_launches
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.peer_group import PeerGroup
 
@@ -196,6 +197,42 @@ def test_many_rows_are_summed_before_the_norm(device: str, make_peers: MakePeers
 
     for got in peers.run(run):
         assert_bitwise(got, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_groups_exchange_at_the_same_time(size: int, device: str, make_peers: MakePeers) -> None:
+    """Those of a step's halves, with sums of different sizes, whichever of all streams is behind."""
+    lanes = [make_peers(size, slot_bytes=2**13, one_shot_bytes=2**11) for _ in range(2)]
+    lane_of = {id(group): lane for lane, peers in enumerate(lanes) for group in peers.groups}
+    weight = torch.randn(64, device=device)
+    for slow in (-1, *range(size)):
+        # More than a slot, several blocks, and single ones; the last sum of each group is followed by a norm.
+        parts = [
+            [torch.randn(size, rows, 64, device=device) for rows in counts] for counts in ([3, 150, 70], [41, 1, 9])
+        ]
+        own = [[x.clone() for x in some] for some in parts]
+        residuals = [torch.zeros_like(some[-1]) for some in parts]
+
+        def run(
+            group: PeerGroup, own: list[list[Tensor]] = own, residuals: list[Tensor] = residuals
+        ) -> tuple[Tensor, ...]:
+            lane, rank, memory = lane_of[id(group)], group.rank, group.memory
+            *sums, last = [x[rank] for x in own[lane]]
+            for x in sums:
+                ops.all_reduce(x, memory, rank, out=x)
+            return *sums, ops.all_reduce_add_rms_norm(last, residuals[lane][rank], weight, 1e-5, memory, rank)
+
+        with no_dependent_launches():
+            found = run_together(lanes, run, slow)
+        for results, some in zip(found, parts, strict=True):
+            *expected, total = map(sum_in_order, some)
+            expected.append(ops.rms_norm(total, weight, 1e-5))
+            for of_rank in results:
+                for got, want in zip(of_rank, expected, strict=True):
+                    assert_bitwise(got, want)
+    for peers in lanes:
+        for group in peers.groups:
+            group.check()
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather_rows"])

@@ -20,7 +20,7 @@ from fastinfer.parallel.support import check_gpus
 
 @pytest.mark.emulated
 @pytest.mark.unsanitized
-@pytest.mark.parametrize(("tests", "count"), [("models", 4), ("host memory", 1)])
+@pytest.mark.parametrize(("tests", "count"), [("models", 6), ("host memory", 1)])
 def test_models_on_two_fake_gpus(tests: str, count: int, emulated_library: Path) -> None:
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/support/fake_gpu"), str(ROOT / "python")]),

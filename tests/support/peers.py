@@ -1,6 +1,6 @@
 """GPUs of a group within one process, for tests: streams of one GPU, or of the emulator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,17 +56,35 @@ class Peers:
             call: launches kernels, whose inputs must stay alive until the end.
             slow: a rank that is far behind the others; -1 for none.
         """
-        if self._emulator is None:
-            torch.cuda.synchronize()
-            results = []
-            for group, stream in zip(self.groups, self._streams, strict=True):
-                with torch.cuda.stream(stream):
-                    results.append(call(group))
-            torch.cuda.synchronize()
-            return results
-        results = []
-        for group in self.groups:
-            with self._emulator.stream(group.rank):
-                results.append(call(group))
-        self._emulator.run_streams(slow)
+        [results] = run_together([self], call, slow)
         return results
+
+
+def run_together(lanes: Sequence[Peers], call: Callable[[PeerGroup], R], slow: int = -1) -> list[list[R]]:
+    """Call a function for each rank of several groups of the same GPUs, as :meth:`Peers.run` does for one.
+
+    Args:
+        lanes: the groups, each with streams of its own.
+        call: see :meth:`Peers.run`.
+        slow: a rank whose stream of the last group is far behind all others; -1 for none.
+
+    Returns:
+        The results of each group.
+    """
+    emulator, size = lanes[0]._emulator, len(lanes[0].groups)
+    if emulator is None:
+        torch.cuda.synchronize()
+    results: list[list[R]] = [[] for _ in lanes]
+    for rank in range(size):
+        for number, lane in enumerate(lanes):
+            if emulator is None:
+                stream = torch.cuda.stream(lane._streams[rank])
+            else:
+                stream = emulator.stream(number * size + rank)
+            with stream:
+                results[number].append(call(lane.groups[rank]))
+    if emulator is None:
+        torch.cuda.synchronize()
+    else:
+        emulator.run_streams(-1 if slow < 0 else (len(lanes) - 1) * size + slow)
+    return results

@@ -356,6 +356,11 @@ class BatchInputs:
         known = self.drawn[(-1 - token_ids).clamp(min=0)].clamp(min=0)
         torch.where(token_ids < 0, known, token_ids, out=token_ids)
 
+    def lengths(self, num_seqs: int) -> list[int]:
+        """Return the numbers of tokens of the sequences of the batch that was written last, which the host knows."""
+        lengths: list[int] = np.diff(self._query_start[: num_seqs + 1]).tolist()
+        return lengths
+
     def batch(self, size: BatchSize) -> Batch:
         """Return a batch of this size as views of the input tensors, which later steps overwrite."""
         tensor, last = self._view, None

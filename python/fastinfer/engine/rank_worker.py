@@ -11,6 +11,7 @@ their order, each once the team before has done so.
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,15 +20,20 @@ from torch import Tensor
 from fastinfer.engine.batch_inputs import BatchInputs, StepResult
 from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.cuda_graphs import MAX_CAPTURED_TOKENS
+from fastinfer.engine.halves import Halves
 from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.layer_costs import measure_layer_costs
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.shared_block import SharedBlock
 from fastinfer.engine.worker import CachePart, Worker, adapter_ids_of
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
-from fastinfer.parallel.group import MAX_MESSAGES, Group
+from fastinfer.parallel.group import MAX_MESSAGES, Group, Team
 from fastinfer.parallel.messages import Message
+from fastinfer.parallel.nano_batches import split
 from fastinfer.parallel.peer_group import PeerGroup
+from fastinfer.parallel.second_team import on_team
 from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots
 from fastinfer.parallel.stage import Stage
 
@@ -73,7 +79,9 @@ class RankWorker(Worker):
         load: Callable[[], Stage] | None = None,
     ) -> None:
         self.num_slots = num_teams = group.size // group.team.size
-        self._peers = None if config.device == "cpu" else self._connect(group, config.device)
+        self._peers: list[PeerGroup] = []
+        if config.device != "cpu":  # this rank's part of the model exchanges activations by the memory of all GPUs
+            group.team.memory.copy_(self._connect(group, config.device).memory)
         super().__init__(
             config,
             model,
@@ -102,9 +110,10 @@ class RankWorker(Worker):
         if isinstance(self._adapters, ShardedAdapterSlots):
             self._adapters.send = self._send
         self._check_exchanges()  # those of the steps that were recorded
-        if self._peers is not None and self.num_failed_graphs:
+        if self._peers and self.num_failed_graphs:
             # A rank that pads a step where another one does not would exchange something else.
             raise RuntimeError("ranks on GPUs must record all steps as graphs: enforce_eager=True records none")
+        self.runner.halves = self._make_halves(model)
 
     def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         self.complete_all()  # what an interrupted step has left
@@ -263,14 +272,29 @@ class RankWorker(Worker):
             return self._logits_of(*words)
         return None
 
-    @staticmethod
-    def _connect(group: Group, device: str) -> PeerGroup:
-        """Give this rank's part of the model the memory of all GPUs, which it exchanges activations by."""
+    def _connect(self, group: Group, device: str) -> PeerGroup:
+        """Allocate memory for exchanges between GPUs; all ranks call this together."""
         with group.together():
             peers = PeerGroup.connect(group, device)
-        group.team.memory.copy_(peers.memory)
         group.on_abort.append(peers.abort)
+        self._peers.append(peers)
         return peers
+
+    def _make_halves(self, model: Stage) -> Halves | None:
+        """Prepare steps in halves; ``None`` if they cannot pay. On GPUs all ranks call this together.
+
+        That is so on a CPU, with one sequence, and if all steps are recorded as graphs.
+        """
+        config = self._config
+        is_recorded = not config.enforce_eager and config.max_num_batched_tokens <= MAX_CAPTURED_TOKENS
+        if not self._peers or config.max_num_seqs == 1 or is_recorded:
+            return None
+        group = self._ranks
+        team = Team(group.rank, group.size, self._connect(group, config.device).memory)
+        costs = measure_layer_costs(model, self.kv_cache, self._size, config, group)
+        self._check_exchanges()
+        choose = partial(split, device=self.device.type, costs=costs)
+        return Halves((model, on_team(model, team)), self.kv_cache, self.device, choose)
 
     def _check_exchanges(self) -> None:
         """Wait for the GPU if there is one, and check that its exchanges with others have succeeded.
@@ -278,10 +302,11 @@ class RankWorker(Worker):
         Raises:
             RuntimeError: one has not; the message has the cause.
         """
-        if self._peers is not None:
+        if self._peers:
             with self._ranks.together():
                 torch.cuda.current_stream().synchronize()
-                self._peers.check()
+                for peers in self._peers:
+                    peers.check()
 
     def _compute(self, slot: int, *description: int) -> None:
         """Compute the step in a slot, and leave its hidden states to the next stage."""

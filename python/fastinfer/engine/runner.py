@@ -9,6 +9,7 @@ from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.cpu_graphs import CPUGraphs
 from fastinfer.engine.cuda_graphs import CUDAGraphs, expert_tile_limits
+from fastinfer.engine.halves import Halves
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.models import Model
 from fastinfer.models.batch import Batch
@@ -33,6 +34,8 @@ class Runner:
     Attributes:
         model, kv_cache, inputs: see above.
         graphs: recorded graphs; ``None`` with ``enforce_eager``.
+        halves: computes some of the steps that are not recorded as two halves; ``None`` for none. Set by the worker of
+            a rank.
         num_eager_steps: steps that ran operator by operator since the start.
     """
 
@@ -54,6 +57,7 @@ class Runner:
         self._with_adapters = with_adapters
         self._always_adapters = with_adapters and deterministic
         self._separates_roles = separates_roles
+        self.halves: Halves | None = None
         self.num_eager_steps = 0
         self.graphs = self._make_graphs()
 
@@ -116,7 +120,12 @@ class Runner:
         self.inputs.upload()
         if self.inputs.has_unknown_tokens:
             self.inputs.insert_drawn(size.num_tokens)
-        return self.compute(self.inputs.batch(size), size.first_prompt_row)
+        batch = self.inputs.batch(size)
+        if self.halves is not None:
+            hidden = self.halves.forward(batch, self.inputs.lengths(size.num_seqs), size.first_prompt_row)
+            if hidden is not None:
+                return StepResult(hidden, self._logits(hidden, batch), self.inputs.sampling)
+        return self.compute(batch, size.first_prompt_row)
 
     def compute(self, batch: Batch, first_prompt_row: int = NO_ROW) -> StepResult:
         """Compute a batch by calling the model's operators one by one.

@@ -9,7 +9,8 @@ before their norms takes one call more.
 Only operators compute, so a step can be recorded as a graph.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -161,6 +162,19 @@ class Decoder:
         with ops.prompt_rows(NO_ROW if self.exact else batch.last.first_prompt_row):
             return self._compute(range(num_storing, len(self.layers)), x, inputs, batch.of_last_rows(), kv_cache)
 
+    def outputs(self, batch: Batch, kv_cache: KVCache) -> Iterator[Tensor]:
+        """Compute a step piece by piece, so that the caller can compute something else between two pieces.
+
+        All rows of hidden states are wanted. A caller that separates roles does so by :func:`fastinfer.ops.prompt_rows`
+        around each piece, and calls in inference mode.
+
+        Yields:
+            [tokens, hidden], the input of the first layer, and then the output of each layer.
+        """
+        x = self.embed(batch)
+        yield x
+        yield from self._outputs(range(len(self.layers)), x, self._inputs(x, batch), batch, kv_cache)
+
     def _inputs(self, x: Tensor, batch: Batch) -> Tensor | None:
         """Compute the inputs that layers have of their own, given the embedding; ``None`` for a model without."""
         if self.per_layer_inputs is None:
@@ -185,6 +199,13 @@ class Decoder:
         Returns:
             [tokens, hidden], output of the last one.
         """
+        last = deque(self._outputs(indices, x, inputs, batch, kv_cache), maxlen=1)
+        return last.pop() if last else x
+
+    def _outputs(
+        self, indices: range, x: Tensor, inputs: Tensor | None, batch: Batch, kv_cache: KVCache
+    ) -> Iterator[Tensor]:
+        """Compute consecutive layers, see :meth:`_compute`, and yield the output of each."""
         plans: dict[tuple[int, ...], AttentionPlan | LatentPlan] = {}
         adapters, before = self._adapters(batch), x
         for index in indices:
@@ -199,7 +220,7 @@ class Decoder:
             x = layer(x, batch, cache, plan, lora, None if inputs is None else inputs[:, index], before)
             if batch.images is not None:
                 batch.images.add(x, index)
-        return x
+            yield x
 
     def embed(self, batch: Batch) -> Tensor:
         """Compute the input of the first layer, [tokens, hidden]."""

@@ -3,8 +3,6 @@
 Weights are read once for each half. So halves pay only where a step has so many tokens that arithmetic takes longer
 than reading weights, and exchanges take a large part of the time: prompts on GPUs with slow links. CPUs exchange by the
 threads that compute, so that nothing is hidden there. Source: NanoFlow, https://arxiv.org/abs/2408.12757.
-
-No engine computes its steps as halves yet.
 """
 
 from collections.abc import Sequence
@@ -33,6 +31,27 @@ class LayerCosts:
     token: float
     exchange: float
     exchanged_token: float
+
+    @classmethod
+    def of_times(
+        cls, tokens: tuple[int, int], layers: tuple[float, float], exchanges: tuple[float, float]
+    ) -> "LayerCosts":
+        """Return the costs that explain two steps.
+
+        Args:
+            tokens: numbers of tokens, of which the first is so small that a layer takes as long as reading weights,
+                and the second so large that it takes as long as arithmetic.
+            layers: seconds of a layer in each step, exchanges included.
+            exchanges: seconds of its exchanges alone.
+        """
+        few, many = tokens
+        exchanged_token = max(0.0, (exchanges[1] - exchanges[0]) / (many - few))
+        return cls(
+            weights=max(0.0, layers[0] - exchanges[0]),
+            token=max(0.0, layers[1] - exchanges[1]) / many,
+            exchange=max(0.0, exchanges[0] - exchanged_token * few),
+            exchanged_token=exchanged_token,
+        )
 
     def compute(self, tokens: int) -> float:
         """Return the time of a layer's arithmetic."""
@@ -73,20 +92,34 @@ def split(lengths: Sequence[int], device: str, costs: LayerCosts) -> int | None:
     return count if halves < MOST * whole else None
 
 
-def halves_of(batch: Batch, count: int) -> tuple[Batch, Batch]:
+def can_be_halved(batch: Batch) -> bool:
+    """Return whether :func:`halves_of` divides a batch of this kind.
+
+    It divides no images, no sparse attention, no later stage of a pipeline, no rows that alone are wanted, and no
+    batches of draft models.
+    """
+    others = batch.images, batch.sparse, batch.hidden, batch.last
+    drafts = batch.features, batch.window_lens, batch.block_places
+    return all(part is None for part in (*others, *drafts))
+
+
+def halves_of(batch: Batch, count: int, tokens: int) -> tuple[Batch, Batch]:
     """Return the first ``count`` sequences of a batch and the others, as views where numbers need not change.
 
-    The batch has no images, no sparse attention and no rows that alone are wanted.
+    Logits are computed for whole batches, so halves have no rows of them.
+
+    Args:
+        batch: a batch that :func:`can_be_halved`.
+        count: number of sequences of the first half.
+        tokens: number of their tokens.
     """
-    assert (batch.images, batch.sparse, batch.last) == (None, None, None)
-    tokens, seqs = int(batch.query_start[count]), len(batch.seq_lens)
+    assert can_be_halved(batch)
     first = _part(batch, slice(0, count), slice(0, tokens))
-    return first, _part(batch, slice(count, seqs), slice(tokens, len(batch.token_ids)))
+    return first, _part(batch, slice(count, len(batch.seq_lens)), slice(tokens, len(batch.token_ids)))
 
 
 def _part(batch: Batch, seqs: slice, rows: slice) -> Batch:
     """Return some sequences of a batch, and with them their rows."""
-    logits = (batch.logits_indices >= rows.start) & (batch.logits_indices < rows.stop)
     return replace(
         batch,
         token_ids=batch.token_ids[rows],
@@ -95,11 +128,10 @@ def _part(batch: Batch, seqs: slice, rows: slice) -> Batch:
         seq_lens=batch.seq_lens[seqs],
         block_tables=tuple(table[seqs] for table in batch.block_tables),
         slot_mappings=tuple(slots[rows] for slots in batch.slot_mappings),
-        logits_indices=batch.logits_indices[logits] - rows.start,
+        logits_indices=batch.logits_indices[:0],
         adapter_ids=None if batch.adapter_ids is None else batch.adapter_ids[rows],
-        logits_adapter_ids=None if batch.logits_adapter_ids is None else batch.logits_adapter_ids[logits],
+        logits_adapter_ids=None,
         state_reads=None if batch.state_reads is None else batch.state_reads[seqs],
         state_writes=None if batch.state_writes is None else batch.state_writes[rows],
-        hidden=None if batch.hidden is None else batch.hidden[rows],
         row_start=None if batch.row_start is None else batch.row_start[: rows.stop - rows.start + 1],
     )
