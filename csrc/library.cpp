@@ -24,13 +24,14 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   def_with_out(m, "layer_norm", "Tensor x, Tensor weight, Tensor bias, float eps");
   m.def("quantize_int8(Tensor x) -> (Tensor, Tensor)");
   def_with_out(m, "embedding", "Tensor weight, Tensor ids, Tensor? residual=None, ScalarType? dtype=None");
-  def_with_out(m, "silu_and_mul", "Tensor x");
+  def_with_out(m, "silu_and_mul", "Tensor x, float? limit=None");
   def_with_out(m, "gelu_and_mul", "Tensor x, str approximate");
   def_with_out(m, "gelu", "Tensor x, str approximate, Tensor? factor=None");
   def_with_out(m, "relu2", "Tensor x");
   def_with_out(m, "xielu", "Tensor x, float positive, float negative, float beta, float eps");
   def_with_out(m, "clamped_swiglu", "Tensor x");
   def_with_out(m, "sigmoid_gate", "Tensor x, Tensor gate");
+  def_with_out(m, "softplus_gate", "Tensor x, Tensor gate");
   m.def("softcap(Tensor(a!) x, float cap) -> ()");
   m.def("rotary_embedding(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin_cache, bool interleaved) -> ()");
   m.def(
@@ -94,8 +95,8 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                "str? activation, Tensor? residual, ScalarType dtype");
   m.def(
       "route_experts(Tensor logits, int top_k, bool renormalize, *, str scoring=\"softmax\", Tensor? bias=None, "
-      "int num_groups=1, int top_groups=1, float scale=1.0, Tensor? expert_scale=None, float jitter=0.01) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
+      "int num_groups=1, int top_groups=1, float scale=1.0, Tensor? expert_scale=None, float jitter=0.01, "
+      "bool biased_logits=False) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("head_rows(Tensor positions, int heads) -> (Tensor, Tensor)");
   def_with_out(m, "grouped_gemm",
                "Tensor x, Tensor weight, Tensor row_ids, Tensor expert_start, Tensor? bias, str? activation");

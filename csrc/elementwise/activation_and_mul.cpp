@@ -1,5 +1,6 @@
 #include "elementwise/activation_and_mul.h"
 
+#include <cmath>
 #include <optional>
 #include <vector>
 
@@ -9,7 +10,7 @@ namespace fastinfer {
 namespace {
 
 Tensor run(const Checks& check, const Output& output, const Tensor& x, Activation activation, bool gated,
-           const std::optional<Tensor>& factor = std::nullopt) {
+           const std::optional<Tensor>& factor = std::nullopt, float limit = 0.0f) {
   check.require(x.dim() >= 1, "x must have at least one dimension, got a scalar");
   const int64_t width = x.size(x.dim() - 1);
   check.require(!gated || width % 2 == 0, "the last dimension of x must be even (gate and up), got ", width);
@@ -40,14 +41,19 @@ Tensor run(const Checks& check, const Output& output, const Tensor& x, Activatio
                    : factor ? factor->stride(0)
                             : 0,
       .activation = activation,
+      .limit = limit,
       .dtype = dtype,
   };
   FASTINFER_LAUNCH(x, activation_and_mul, params);
   return out;
 }
 
-Tensor silu_and_mul(const Output& output, const Tensor& x) {
-  return run(Checks("silu_and_mul", x), output, x, Activation::kSilu, true);
+Tensor silu_and_mul(const Output& output, const Tensor& x, const std::optional<double>& limit) {
+  const Checks check("silu_and_mul", x);
+  const auto bound = static_cast<float>(limit.value_or(0.0));
+  check.require(!limit || (bound > 0.0f && std::isfinite(bound)), "limit must be positive and finite in fp32, got ",
+                limit.value_or(0.0));
+  return run(check, output, x, Activation::kSilu, true, std::nullopt, bound);
 }
 
 Tensor run_gelu(const char* op, const Output& output, const Tensor& x, const std::string& approximate, bool gated,

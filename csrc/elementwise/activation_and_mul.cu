@@ -40,6 +40,15 @@ __global__ void activation_and_mul_kernel(ActivationAndMulParams p) {
       const GatedInputs inputs(p.activation, to_float(gate.values[j]), to_float(up.values[j]));
       out.values[j] = from_float<T>(inputs.gate / (1.0f + expf(-inputs.gain * inputs.gate)) * inputs.up);
     }
+  } else if (p.limit > 0.0f) {  // apart, too
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float activated = apply(p.activation, to_float(gate.values[j])), u = to_float(up.values[j]);
+      // Comparisons, unlike fminf and fmaxf, keep NaN.
+      out.values[j] = from_float<T>((activated > p.limit ? p.limit : activated) * (u > p.limit    ? p.limit
+                                                                                   : u < -p.limit ? -p.limit
+                                                                                                  : u));
+    }
   } else {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {

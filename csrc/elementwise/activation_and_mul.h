@@ -1,4 +1,5 @@
-// Gated activations: out = act(x[..., :d]) * x[..., d:], and others: out = act(x), or act(x) times a factor.
+// Gated activations: out = act(x[..., :d]) * x[..., d:], and others: out = act(x), or act(x) times a factor. With a
+// limit, the factors are min(act(x), limit), and up within -limit .. limit.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +24,7 @@ struct ActivationAndMulParams {
   int64_t x_stride;
   int64_t up_stride;
   Activation activation;
+  float limit = 0.0f;  // of both factors, where up is not null; 0 for none
   DType dtype;
 };
 

@@ -13,6 +13,12 @@ void activation_and_mul(const ActivationAndMulParams& p) {
         T* out = static_cast<T*>(p.out) + row * p.d;
         for_each_vector(p.d, [&](int64_t i, int64_t lanes) {
           const f32v v = load_lanes(x + i, lanes);
+          if (p.limit > 0.0f) {
+            const f32v limit = broadcast(p.limit);
+            store_lanes(out + i, at_most(limit, activate(p.activation, v)) * within(limit, load_lanes(up + i, lanes)),
+                        lanes);
+            return;
+          }
           store_lanes(
               out + i,
               up != nullptr ? activate_and_mul(p.activation, v, load_lanes(up + i, lanes)) : activate(p.activation, v),

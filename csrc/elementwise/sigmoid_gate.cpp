@@ -5,8 +5,7 @@
 namespace fastinfer {
 namespace {
 
-Tensor sigmoid_gate(const Output& output, const Tensor& x, const Tensor& gate) {
-  const Checks check("sigmoid_gate", x);
+Tensor run(const Checks& check, const Output& output, const Tensor& x, const Tensor& gate, bool softplus) {
   check.shape(x, "x", {kAny, kAny});
   check.contiguous(x, "x");
   const DType dtype = check.float_dtype(x, "x");
@@ -25,16 +24,26 @@ Tensor sigmoid_gate(const Output& output, const Tensor& x, const Tensor& gate) {
       .width = width,
       .group_width = groups == width ? 1 : width / groups,
       .gate_stride = gate.stride(0),
+      .softplus = softplus,
       .dtype = dtype,
   };
   FASTINFER_LAUNCH(x, sigmoid_gate, params);
   return out;
 }
 
+Tensor sigmoid_gate(const Output& output, const Tensor& x, const Tensor& gate) {
+  return run(Checks("sigmoid_gate", x), output, x, gate, false);
+}
+
+Tensor softplus_gate(const Output& output, const Tensor& x, const Tensor& gate) {
+  return run(Checks("softplus_gate", x), output, x, gate, true);
+}
+
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
   impl_with_out<&sigmoid_gate>(m, "sigmoid_gate");
+  impl_with_out<&softplus_gate>(m, "softplus_gate");
 }
 
 }  // namespace fastinfer

@@ -28,8 +28,13 @@ __global__ void sigmoid_gate_kernel(SigmoidGateParams p) {
   } else {
     load_floats(gates + i, gate);
   }
+  if (p.softplus) {  // apart, so that a sigmoid's instructions stay as few
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) x[j] /= 1.0f + expf(-gate[j]);
+    for (int j = 0; j < kCount; ++j) x[j] *= fmaxf(gate[j], 0.0f) + log1pf(expf(-fabsf(gate[j])));
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) x[j] /= 1.0f + expf(-gate[j]);
+  }
   store_values(static_cast<T*>(p.out) + row * p.width + i, x);
 }
 

@@ -1,4 +1,5 @@
-// Values times the sigmoid of their gates: out = x * sigmoid(gate), where neighbouring values may share a gate.
+// Values times the sigmoid or the softplus of their gates: out = x * sigmoid(gate), where neighbouring values may share
+// a gate.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,7 @@ struct SigmoidGateParams {
   int64_t width;
   int64_t group_width = 1;  // neighbouring elements of x with one gate
   int64_t gate_stride;
+  bool softplus;  // log(1 + exp(gate)) instead of the sigmoid
   DType dtype;
 };
 

@@ -14,7 +14,8 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor> route_experts(const Tensor& logits, int64_t top_k, bool renormalize,
                                                          const std::string& scoring, const std::optional<Tensor>& bias,
                                                          int64_t num_groups, int64_t top_groups, double scale,
-                                                         const std::optional<Tensor>& expert_scale, double jitter) {
+                                                         const std::optional<Tensor>& expert_scale, double jitter,
+                                                         bool biased_logits) {
   const Checks check("route_experts", logits);
   check.shape(logits, "logits", {kAny, kAny});
   check.rows_contiguous(logits, "logits");
@@ -29,6 +30,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_experts(const Tensor& logits, i
                 "scoring must be softmax, sigmoid or sparsemixer, got ", scoring);
   check.require(!sparse || (!bias && num_groups == 1 && !renormalize),
                 "scoring must not be sparsemixer with bias, groups or renormalize");
+  check.require(!biased_logits || (bias && num_groups == 1),
+                "biased_logits must not be set without bias or with groups");
   check.require(jitter >= 0 && jitter <= 1, "jitter must be in 0 .. 1, got ", jitter);
   const auto vector = [&](const std::optional<Tensor>& values, const char* name) -> const float* {
     if (!values) return nullptr;
@@ -65,6 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_experts(const Tensor& logits, i
       .top_k = static_cast<int>(top_k),
       .num_groups = static_cast<int>(num_groups),
       .top_groups = static_cast<int>(top_groups),
+      .biased_logits = biased_logits,
       .sigmoid = scoring == "sigmoid",
       .sparse = sparse,
       .tolerance = static_cast<float>(2 * jitter),

@@ -52,7 +52,9 @@ __device__ void choose_experts(const RouteExpertsParams& p, int64_t token) {
     for (int i = 0; i < kSlots; ++i) {
       const int expert = lane + i * kWarpSize;
       if (expert >= p.experts) continue;
-      keys[i] = expert_key(score(logit_of(keys[i])) + (p.bias != nullptr ? p.bias[expert] : 0.0f), expert);
+      const float logit = logit_of(keys[i]);
+      keys[i] =
+          expert_key((p.biased_logits ? logit : score(logit)) + (p.bias != nullptr ? p.bias[expert] : 0.0f), expert);
     }
   }
   if (p.num_groups > 1) {

@@ -15,7 +15,7 @@ inline constexpr int64_t kMostGroups = 32;
 
 struct RouteExpertsParams {
   const void* logits;         // [tokens, experts], rows logits_stride elements apart
-  const float* bias;          // [experts], added to the scores for the choice only; or null
+  const float* bias;          // [experts], added to the scores, or to the logits, for the choice only; or null
   const float* expert_scale;  // [experts], factors of the experts' weights; or null
   float* expert_weights;      // [tokens, top_k]
   int32_t* expert_ids;        // [tokens, top_k]
@@ -27,7 +27,8 @@ struct RouteExpertsParams {
   int top_k;
   int num_groups;  // of neighbouring experts; the chosen ones are of the top_groups best groups
   int top_groups;
-  bool sigmoid;  // scores are sigmoids of the logits, not their softmax
+  bool biased_logits;  // experts are chosen by logit + bias, not score + bias
+  bool sigmoid;        // scores are sigmoids of the logits, not their softmax
   // SparseMixer: an expert's score is its softmax among those that are left when it is chosen, as far as they take part
   // with this tolerance, see takes_part.
   bool sparse;
@@ -38,7 +39,7 @@ struct RouteExpertsParams {
   uint32_t* arrived = nullptr;  // CUDA: a counter, zero before and after the launch
 };
 
-// Whether experts are ordered by score + bias. The logits have the same order as the scores, and fewer ties.
+// Whether experts are ordered by score or logit + bias. The logits have the same order as the scores, and fewer ties.
 FASTINFER_HOST_DEVICE inline bool ordered_by_score(const RouteExpertsParams& p) {
   return p.bias != nullptr || p.num_groups > 1;
 }

@@ -42,7 +42,8 @@ void route_token(const RouteExpertsParams& p, int64_t token) {
   };
   if (ordered_by_score(p)) {
     for (int expert = 0; expert < p.experts; ++expert) {
-      keys[expert] = expert_key(score(expert) + (p.bias != nullptr ? p.bias[expert] : 0.0f), expert);
+      const float score_or_logit = p.biased_logits ? to_float(logits[expert]) : score(expert);
+      keys[expert] = expert_key(score_or_logit + (p.bias != nullptr ? p.bias[expert] : 0.0f), expert);
     }
   }
   if (p.num_groups > 1) keep_best_groups(p, keys);

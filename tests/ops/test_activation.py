@@ -14,6 +14,7 @@ device = device_fixture("cpu", "avx512", "cuda", "emulated")
 
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "silu": (ops.silu_and_mul, reference.silu_and_mul),
+    "limited silu": (lambda x: ops.silu_and_mul(x, 0.7), lambda x: reference.silu_and_mul(x, 0.7)),
     "gelu_tanh": (ops.gelu_and_mul, reference.gelu_and_mul),
     "gelu": (lambda x: ops.gelu_and_mul(x, "none"), lambda x: reference.gelu_and_mul(x, "none")),
     "clamped_swiglu": (ops.clamped_swiglu, reference.clamped_swiglu),
@@ -124,6 +125,28 @@ def test_limits_of_the_clamped_swiglu(dtype: torch.dtype, device: str) -> None:
     clamped = torch.stack([gate.clamp(max=7).flatten(), up.clamp(-7, 7).flatten()]).flatten().to(device, dtype)
     assert_bitwise(out, ops.clamped_swiglu(clamped))
     assert len(out.unique()) > 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("limit", [0.25, 7.0, 1e30])
+def test_limits_of_silu(limit: float, dtype: torch.dtype, device: str) -> None:
+    """The activated gate has no lower limit; a limit that nothing reaches changes no bit."""
+    edges = torch.tensor([-torch.inf, -100.0, -7.5, -7.0, -1.3, -0.25, 0.0, 0.2, 0.5, 6.5, 7.0, 7.5, 100.0, torch.inf])
+    gate, up = torch.meshgrid(edges[1:], edges, indexing="ij")
+    x = torch.stack([gate.flatten(), up.flatten()]).flatten().to(device, dtype)
+    out, expected = ops.silu_and_mul(x, limit), reference.silu_and_mul(x, limit)
+    if limit < 1e30:
+        assert_rounded(out, expected)
+        assert out.abs().max() <= max(limit, 0.279) * limit  # silu is at least -0.279
+    else:
+        finite = torch.randn(2, 38, device=device).to(dtype)
+        assert_bitwise(ops.silu_and_mul(finite, limit), ops.silu_and_mul(finite))
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("inf"), float("nan"), 1e39])
+def test_bad_limits_of_silu(limit: float) -> None:
+    with pytest.raises(RuntimeError, match=r"^silu_and_mul: limit must be positive and finite in fp32, got"):
+        ops.silu_and_mul(torch.zeros(2, 8), limit)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

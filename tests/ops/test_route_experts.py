@@ -78,6 +78,29 @@ def test_scores_bias_and_groups(
     assert_routing(logits, top_k, renormalize, **options)
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 4), (1, 1, 5), (19, 6, 384), (3, 4, 1024)])
+def test_biased_logits(
+    tokens: int, top_k: int, experts: int, dtype: torch.dtype, scoring: str, renormalize: bool, device: str
+) -> None:
+    """The bias is added to the logits, which is another choice than that by scores; the logits are steps apart."""
+    logits = torch.stack([torch.randperm(experts) for _ in range(max(tokens, 1))])[:tokens]
+    logits = (logits.to(device) * 0.03125 - 4.0).to(dtype)
+    bias = torch.randint(-8, 9, (experts,), device=device) * 2.0 + 0.001 * torch.rand(experts, device=device)
+    options = {"scoring": scoring, "bias": bias, "scale": 1.5}
+    routing = assert_routing(logits, top_k, renormalize, **options, biased_logits=True)
+    if tokens > 1:
+        assert not torch.equal(routing.expert_ids, ops.route_experts(logits, top_k, renormalize, **options).expert_ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": torch.zeros(4), "num_groups": 2}])
+def test_biased_logits_need_a_bias_and_no_groups(options: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"^route_experts: biased_logits must not be set without bias"):
+        ops.route_experts(torch.zeros(3, 4), 2, True, biased_logits=True, **options)
+
+
 @pytest.mark.parametrize("jitter", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ FOLLOWERS = {
     "w8a8_gemm": [],
     "sample": [],
     "sigmoid_gate": ["gate"],
+    "softplus_gate": ["gate"],
     "causal_conv1d": ["conv_state", "gates"],
     "gated_delta_rule": ["z", "a", "b"],
     "mamba2_scan": ["z", "dt"],

@@ -179,6 +179,7 @@ def elementwise_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), None, torch.bfloat16)
     yield "local_ids", (torch.tensor([3, 0, 9, 9, 4]), 3, 9)
     yield "silu_and_mul", (x,)
+    yield "silu_and_mul", (x, 0.5)
     yield "gelu_and_mul", (x, "none")
     yield "gelu", (x.half(), "tanh")
     yield "relu2", (x.half(),)
@@ -187,6 +188,8 @@ def elementwise_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "clamped_swiglu", (x.bfloat16(),)
     yield "sigmoid_gate", (x.bfloat16(), torch.randn(5, 96).bfloat16()[:, 32:])
     yield "sigmoid_gate", (x.bfloat16(), torch.randn(5, 12).bfloat16()[:, :4])
+    yield "softplus_gate", (x, torch.randn(5, 96)[:, 32:])
+    yield "softplus_gate", (x.bfloat16(), torch.randn(5, 12).bfloat16()[:, :4])
 
 
 def sample_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -29,9 +29,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x.double(), weight.shape, weight.double(), bias.double(), eps)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor, limit: float = torch.inf) -> Tensor:
     gate, up = x.double().chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
@@ -62,6 +62,12 @@ def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """``gate`` has as many columns as ``x``, or a divisor of them."""
     gates = gate.double().sigmoid()
+    return x.double() * (gates if gate.shape == x.shape else gates.repeat_interleave(x.shape[1] // gate.shape[1], 1))
+
+
+def softplus_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """The same with softplus."""
+    gates = gate.double().clamp(min=0) + gate.double().abs().neg().exp().log1p()
     return x.double() * (gates if gate.shape == x.shape else gates.repeat_interleave(x.shape[1] // gate.shape[1], 1))
 
 
@@ -351,6 +357,7 @@ def route_experts(
     scale: float = 1.0,
     expert_scale: Tensor | None = None,
     jitter: float = 0.01,
+    biased_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids [tokens, top_k]; stable: the smaller id first among equals."""
     tokens, experts = logits.shape
@@ -359,7 +366,7 @@ def route_experts(
     scores = logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(-1)
     order = logits.double()
     if bias is not None or num_groups > 1:
-        order = scores + (0 if bias is None else bias.double())
+        order = (order if biased_logits else scores) + (0 if bias is None else bias.double())
     if num_groups > 1:
         by_group = order.view(tokens, num_groups, -1)
         sums = by_group.topk(2).values.sum(-1)

@@ -28,6 +28,7 @@ from fastinfer.ops.activation import (
     sigmoid_gate,
     silu_and_mul,
     softcap,
+    softplus_gate,
     xielu,
 )
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
@@ -152,6 +153,7 @@ __all__ = [
     "sigmoid_gate",
     "silu_and_mul",
     "softcap",
+    "softplus_gate",
     "store_kv_cache",
     "store_page_bounds",
     "supported",

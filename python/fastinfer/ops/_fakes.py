@@ -106,6 +106,10 @@ def _(weight: Tensor, ids: Tensor, residual: Tensor | None = None, dtype: torch.
 
 
 @fake("silu_and_mul")
+def _(x: Tensor, limit: float | None = None) -> Tensor:
+    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
+
+
 @fake("clamped_swiglu")
 def _(x: Tensor) -> Tensor:
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
@@ -376,6 +380,7 @@ def _(qweight: Tensor, scales, out_features: int, rows: Tensor | None, dtype: to
 
 
 @fake("sigmoid_gate")
+@fake("softplus_gate")
 def _(x: Tensor, gate: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 

@@ -1,35 +1,40 @@
-"""Gated activations, plain GELU, squared ReLU, xIELU, sigmoid gates, and soft-capping of logits."""
+"""Gated activations, plain GELU, squared ReLU, xIELU, gates by sigmoid and softplus, and soft-capping of logits."""
 
 from torch import Tensor
 
 from fastinfer.ops._library import inference_only, into, ops
 
 
-def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+def silu_and_mul(x: Tensor, limit: float | None = None, *, out: Tensor | None = None) -> Tensor:
     """Compute the elementwise half of SwiGLU: ``silu(x[..., :d]) * x[..., d:]``.
 
     Args:
         x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
+        limit: largest value of the activated gate, and of either sign of the other factor (Step 3.5); positive.
+            ``None`` for no limits.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [..., d], dtype of ``x``; computed in fp32.
 
     Raises:
-        RuntimeError: the last dimension is odd, or a dtype or stride does not fit.
+        RuntimeError: the last dimension is odd, ``limit`` is not positive and finite in fp32, or a dtype or stride does
+            not fit.
 
     Devices: CPU, CUDA.
 
-    Source: SwiGLU: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
+    Source: SwiGLU: Shazeer, 2020, https://arxiv.org/abs/2002.05202; with limits as in Step3p7MLP of transformers.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.silu_and_mul(torch.tensor([[1.0, 2.0]]))
     tensor([[1.4621]])
+    >>> ops.silu_and_mul(torch.tensor([[100.0, -100.0]]), 7.0)
+    tensor([[-49.]])
     """
     inference_only("silu_and_mul", "x", x)
     if out is not None:
-        return into(out, ops.silu_and_mul, x)
-    return ops.silu_and_mul.default(x)
+        return into(out, ops.silu_and_mul, x, limit)
+    return ops.silu_and_mul.default(x, limit)
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor:
@@ -213,6 +218,32 @@ def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tenso
     if out is not None:
         return into(out, ops.sigmoid_gate, x, gate)
     return ops.sigmoid_gate.default(x, gate)
+
+
+def softplus_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Multiply by the softplus of a gate, of each element or of a group of them: ``x * log(1 + exp(gate))``.
+
+    Args:
+        x, gate, out: as in :func:`sigmoid_gate`.
+
+    Returns:
+        [tokens, n], dtype of ``x``; computed in fp32.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit.
+
+    Devices: CPU, CUDA.
+
+    Source: gates of attention's output in LagunaAttention of transformers.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.softplus_gate(torch.tensor([[2.0, 3.0]]), torch.tensor([[0.0, 100.0]]))
+    tensor([[  1.3863, 300.0000]])
+    """
+    inference_only("softplus_gate", "x gate", x, gate)
+    if out is not None:
+        return into(out, ops.softplus_gate, x, gate)
+    return ops.softplus_gate.default(x, gate)
 
 
 def softcap(x: Tensor, cap: float) -> None:

@@ -60,6 +60,7 @@ def route_experts(
     scale: float = 1.0,
     expert_scale: Tensor | None = None,
     jitter: float = 0.01,
+    biased_logits: bool = False,
 ) -> Routing:
     """Choose the ``top_k`` experts with the largest scores for each token, weighted by their scores.
 
@@ -79,6 +80,8 @@ def route_experts(
         scale: factor of the weights.
         expert_scale: [experts] fp32, contiguous; each expert's own factor of its weights.
         jitter: half the tolerance of ``"sparsemixer"``, from 0 to 1; means nothing to the others.
+        biased_logits: whether ``bias``, which must be there, is added to the logits instead of the scores (Kolibri 1);
+            not with groups.
 
     Returns:
         The :class:`Routing`. Between equal scores the expert with the smaller index is chosen. Scores are computed in
@@ -87,13 +90,14 @@ def route_experts(
 
     Raises:
         RuntimeError: a shape, dtype or stride does not fit; there are too many experts, or ``top_k`` or ``jitter`` is
-            out of range; ``scoring`` is unknown, or ``"sparsemixer"`` with what it does not have.
+            out of range; ``scoring`` is unknown, or ``"sparsemixer"`` or ``biased_logits`` with what it does not have.
 
     Devices: CPU, CUDA.
 
     Source: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; the softmax before the choice: Fedus et al., 2021,
     https://arxiv.org/abs/2101.03961; sigmoids, bias and groups: DeepSeek-V3, https://arxiv.org/abs/2412.19437;
-    SparseMixer: Liu et al., 2024, https://arxiv.org/abs/2409.12136, and Phi-3.5-MoE in transformers.
+    SparseMixer: Liu et al., 2024, https://arxiv.org/abs/2409.12136, and Phi-3.5-MoE in transformers; biased logits:
+    Kolibri1TopKRouter in transformers.
 
     >>> import torch, fastinfer.ops as ops
     >>> routing = ops.route_experts(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]), top_k=2, renormalize=True)
@@ -106,7 +110,7 @@ def route_experts(
     """
     inference_only("route_experts", "logits", logits)
     options = {"scoring": scoring, "bias": bias, "num_groups": num_groups, "top_groups": top_groups, "scale": scale}
-    options |= {"expert_scale": expert_scale, "jitter": jitter}
+    options |= {"expert_scale": expert_scale, "jitter": jitter, "biased_logits": biased_logits}
     return Routing(*ops.route_experts.default(logits, top_k, renormalize, **options))
 
 

@@ -71,6 +71,7 @@ ON_BOTH = {
     "relu2": ELEMENTWISE,
     "xielu": ELEMENTWISE,
     "sigmoid_gate": ELEMENTWISE,
+    "softplus_gate": ELEMENTWISE,
     "softcap": ELEMENTWISE,
     "embedding": ELEMENTWISE,
     "permute_columns": ELEMENTWISE,
