@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
 
 def heads(num_heads: int, num_kv_heads: int, size: int) -> list[tuple[range, range]]:
     division = Division(replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads), 0, size)
-    return list(zip(division.query_heads(), division.kv_heads(0), strict=True))
+    return list(zip(division.query_heads(0), division.kv_heads(0), strict=True))
 
 
 def test_ranges_differ_by_at_most_one() -> None:

@@ -292,21 +292,23 @@ def all_state_bytes(config: ModelConfig) -> int:
     return 0 if sizes is None else sum(config.state_layers) * state_bytes(sizes)
 
 
-def attended_positions(config: ModelConfig, tokens: int) -> Counter[KVShape]:
+def attended_positions(config: ModelConfig, tokens: int, num_heads: int | None = None) -> Counter[KVShape]:
     """Return the number of (query, key) pairs of a prompt of ``tokens`` tokens, by the shape of the layers' keys.
 
-    Layers that store nothing are computed for the last token alone. What indexers read is not counted.
+    Layers that store nothing are computed for the last token alone. What indexers read is not counted. With
+    ``num_heads``, only layers with this number of query heads count.
     """
     pairs: Counter[KVShape] = Counter()
     for layer in range(config.num_storing_layers):
-        if not config.has_state(layer):
+        if not config.has_state(layer) and num_heads in (None, config.query_heads(layer)):
             most = _most_positions(config, layer, tokens)
             if config.chunked_windows and config.window(layer):
                 whole, rest = divmod(tokens, config.window(layer))
                 pairs[config.kv_shape(layer)] += whole * _triangle(config.window(layer)) + _triangle(rest)
             else:
                 pairs[config.kv_shape(layer)] += _triangle(most) + (tokens - most) * most
-    return pairs + positions_of_last(config, tokens, range(config.num_storing_layers, config.num_layers))
+    last = range(config.num_storing_layers, config.num_layers)
+    return pairs + positions_of_last(config, tokens, last, num_heads)
 
 
 def _triangle(tokens: int) -> int:
@@ -314,11 +316,16 @@ def _triangle(tokens: int) -> int:
     return tokens * (tokens + 1) // 2
 
 
-def positions_of_last(config: ModelConfig, tokens: int, layers: range) -> Counter[KVShape]:
-    """Return the number of positions that the last of ``tokens`` tokens sees in these layers, by their keys' shape."""
+def positions_of_last(
+    config: ModelConfig, tokens: int, layers: range, num_heads: int | None = None
+) -> Counter[KVShape]:
+    """Return the number of positions that the last of ``tokens`` tokens sees in these layers, by their keys' shape.
+
+    With ``num_heads``, only layers with this number of query heads count.
+    """
     positions: Counter[KVShape] = Counter()
     for layer in layers:
-        if not config.has_state(layer):
+        if not config.has_state(layer) and num_heads in (None, config.query_heads(layer)):
             seen = _most_positions(config, layer, tokens)
             if config.chunked_windows and config.window(layer):
                 seen = (tokens - 1) % config.window(layer) + 1
@@ -335,12 +342,14 @@ def _most_positions(config: ModelConfig, layer: int, tokens: int) -> int:
 def head_layouts(config: ModelConfig) -> dict[str, int]:
     """Return the number of KV heads in each head layout, the model's own first.
 
-    MHA has one KV head per query head, MQA has a single one, MLA one whose values are within its keys.
+    MHA has one KV head per query head, MQA has a single one, MLA one whose values are within its keys. Where layers
+    have different numbers of query heads, there is no MHA.
     """
     if config.latent_attention is not None:
         return {"MLA": config.num_kv_heads}
-    own = {config.num_heads: "MHA", 1: "MQA"}.get(config.num_kv_heads, "GQA")
-    return {own: config.num_kv_heads} | {"MHA": config.num_heads, "MQA": 1}
+    own = {min(config.layer_heads, default=config.num_heads): "MHA", 1: "MQA"}.get(config.num_kv_heads, "GQA")
+    every = {} if config.layer_heads else {"MHA": config.num_heads}
+    return {own: config.num_kv_heads} | every | {"MQA": 1}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

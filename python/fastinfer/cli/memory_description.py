@@ -97,10 +97,16 @@ def describe(
         drafts = 0 if draft is None else draft.weights_bytes + draft.kv_cache_bytes[name]
         return weights.memory_bytes + size + drafts
 
-    def bound(cache_bytes: float, tokens: int, attended: Counter[KVShape], *, is_prompt: bool) -> float:
-        """Return the least seconds for ``tokens`` tokens of each sequence with ``attended`` (query, key) pairs each."""
-        elements = sum((shape.head_dim + (shape.value_dim or shape.head_dim)) * n for shape, n in attended.items())
-        attention = 2 * config.num_heads * elements
+    def bound(cache_bytes: float, tokens: int, attended: dict[int, Counter[KVShape]], *, is_prompt: bool) -> float:
+        """Return the least seconds for ``tokens`` tokens of each sequence with ``attended`` (query, key) pairs each.
+
+        The pairs are those of the layers with each number of query heads.
+        """
+        attention = sum(
+            2 * heads * (shape.head_dim + (shape.value_dim or shape.head_dim)) * n
+            for heads, pairs in attended.items()
+            for shape, n in pairs.items()
+        )
         floats = attention + weights.float_operations * tokens + weights.reading_float_operations
         products = weights.byte_operations * tokens + weights.reading_byte_operations
         float_rate, byte_rate = rates.float_operations, rates.byte_operations
@@ -113,9 +119,11 @@ def describe(
         read_bytes = weights.read_bytes(config, batch * tokens) + cache_bytes
         return max(read_bytes / rates.read_bytes, batch * seconds)
 
-    in_prefill = attended_positions(config, context)
-    in_step = positions_of_last(config, context, range(config.num_layers))
-    seen = {dtype: sum(count * token_bytes(shape, dtype) for shape, count in in_step.items()) for dtype in kv_dtypes}
+    layers, head_counts = range(config.num_layers), sorted({*config.layer_heads} or {config.num_heads})
+    in_prefill = {heads: attended_positions(config, context, heads) for heads in head_counts}
+    in_step = {heads: positions_of_last(config, context, layers, heads) for heads in head_counts}
+    every = positions_of_last(config, context, layers)
+    seen = {dtype: sum(count * token_bytes(shape, dtype) for shape, count in every.items()) for dtype in kv_dtypes}
     states = 2 * all_state_bytes(config)  # read and written
     steps = {
         dtype_name(dtype): bound(batch * (size + states), 1, in_step, is_prompt=False) for dtype, size in seen.items()
@@ -125,6 +133,7 @@ def describe(
         "architecture": config.architecture,
         "num_layers": config.num_stored_layers,
         **{name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
+        "layer_heads": list(config.layer_heads),
         "head_layout": own,
         "context": context,
         "batch": batch,

@@ -19,7 +19,8 @@ def report(found: dict[str, Any]) -> str:
         speed = f"{batch / seconds:.0f}" if batch / seconds >= 10 else f"{batch / seconds:.2g}"
         label = name + (" (default)" if name == default else "")
         rows.append([label, _size(sizes[name]), _size(total), fits, _time(seconds), speed])
-    heads = f"{found['num_heads']} query and {found['num_kv_heads']} KV heads of {found['head_dim']}"
+    queries = f"{min(found['layer_heads'], default='')} to " if found["layer_heads"] else ""
+    heads = f"{queries}{found['num_heads']} query and {found['num_kv_heads']} KV heads of {found['head_dim']}"
     others = [
         f"{layout} {_size(by_dtype[default])}{' (this model)' if layout == found['head_layout'] else ''}"
         for layout, by_dtype in found["kv_cache_bytes"].items()

@@ -21,10 +21,13 @@ class XIELU:
     eps: float
 
 
-def activation_and_mul(x: Tensor, activation: str) -> Tensor:
-    """Apply a gated activation, by its name in :mod:`fastinfer.ops.gemm`, to rows that contain gate, then up."""
+def activation_and_mul(x: Tensor, activation: str, limit: float | None = None) -> Tensor:
+    """Apply a gated activation, by its name in :mod:`fastinfer.ops.gemm`, to rows that contain gate, then up.
+
+    With ``"silu"`` both factors may have a limit, see :func:`fastinfer.ops.silu_and_mul`.
+    """
     if activation == "silu":
-        return ops.silu_and_mul(x)
+        return ops.silu_and_mul(x, limit)
     if activation == "clamped_swiglu":
         return ops.clamped_swiglu(x)
     return ops.gelu_and_mul(x, approximation(activation))

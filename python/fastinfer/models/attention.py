@@ -57,6 +57,7 @@ class Attention:
         chunked: whether the windows are chunks of the text, see :func:`fastinfer.ops.paged_attention`.
         gate_size: number of elements of a token's gate, by whose sigmoids the output is multiplied: num_heads *
             head_dim, num_heads if one is for a whole head, or 0 for none.
+        softplus_gate: whether the softplus takes the place of the sigmoid.
         value_columns: [value_dim] int64, the numbers from 0 on, if values have fewer elements than keys: the first
             elements of each head of the output are kept. ``None`` for all.
         value_norm: factor of the values in the form of a norm, or ``None``.
@@ -84,6 +85,7 @@ class Attention:
     window: int = 0
     chunked: bool = False
     gate_size: int = 0
+    softplus_gate: bool = False
     value_columns: Tensor | None = None
     value_norm: RMSNorm | None = None
     softcap: float = 0.0
@@ -129,7 +131,9 @@ class Attention:
         if lse is not None:
             self._attend_to_later(q, qkv, batch, spans, out, lse)
         out = self._values(out).view(len(x), -1)
-        return self.output(out if gate is None else ops.sigmoid_gate(out, gate), residual, lora)
+        if gate is not None:
+            out = ops.softplus_gate(out, gate) if self.softplus_gate else ops.sigmoid_gate(out, gate)
+        return self.output(out, residual, lora)
 
     def _attend(self, q: Tensor, batch: Batch, cache: LayerCache, plan: AttentionPlan, lse: Tensor | None) -> Tensor:
         """Return the output of attention, [tokens, num_heads, head_dim]."""

@@ -31,7 +31,7 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
     window = config.window(index)
     rope = tables.unrotated if index in config.unrotated_layers else tables.local if window else tables.full
     return Attention(
-        num_heads=config.num_heads,
+        num_heads=config.query_heads(index),
         num_kv_heads=shape.num_heads,
         head_dim=shape.head_dim,
         norm=reader.pre_norm(f"{layer}.attention_norm", scale, config.attention_input_scale),
@@ -59,11 +59,12 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int, *, i
         window=window,
         chunked=config.chunked_windows,
         gate_size=config.gate_size(index),
+        softplus_gate=config.softplus_gate,
         value_columns=torch.arange(value_dim, device=reader.device) if config.value_dim else None,
         value_norm=None if config.value_scale == 1.0 else factor_norm(config.value_scale, value_dim, reader.device),
         softcap=config.attention_softcap,
         scale=config.attention_scale,
-        sinks=reader.vector(f"{layer}.sinks", config.num_heads) if config.has_sinks(index) else None,
+        sinks=reader.vector(f"{layer}.sinks", config.query_heads(index)) if config.has_sinks(index) else None,
     )
 
 

@@ -27,6 +27,8 @@ class RouterConfig:
         scale: factor of the weights.
         jitter: half the tolerance of ``"sparsemixer"``.
         scales_inputs: whether a token's only expert gets its input times the weight, and its output has none.
+        softcap: cap of the logits, 0 for none.
+        biased_logits: whether the bias is added to the logits for the choice, instead of the scores.
     """
 
     scoring: str = "softmax"
@@ -37,6 +39,8 @@ class RouterConfig:
     scale: float = 1.0
     jitter: float = 0.01
     scales_inputs: bool = False
+    softcap: float = 0.0
+    biased_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,8 @@ class ModelConfig:
         num_layers: number of layers.
         num_heads, num_kv_heads: number of query heads, and of key and value heads; equal groups of query heads share
             a KV head.
+        layer_heads: number of query heads of each layer; empty if all layers have ``num_heads``, which is otherwise the
+            largest one.
         head_dim: number of elements of a head.
         kv_shapes: shape of each layer's keys and values; empty if all layers have ``num_kv_heads`` and ``head_dim``.
         value_dim: number of elements of a value where it has fewer than a key; 0 for as many. The cache has as many,
@@ -187,6 +193,7 @@ class ModelConfig:
             projection.
         separate_gate: whether that is a projection of its own.
         head_gate: whether that has one element for each head, by which the whole head is multiplied.
+        softplus_gate: whether the softplus takes the place of the sigmoid.
         unrotated_layers: the layers whose queries and keys are not rotated (NoPE).
         interleaved_rope: whether elements 2i and 2i + 1 of a head are rotated together, instead of i and
             i + rotary_dim / 2.
@@ -197,6 +204,9 @@ class ModelConfig:
         activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; without a gate also ``"relu2"`` or
             ``"xielu"``.
         gated: whether the MLP multiplies the activated gate by a second projection.
+        swiglu_limits: for each layer, the limit of both factors in its MLP or experts, see
+            :func:`fastinfer.ops.silu_and_mul`; 0 for none. Empty if no layer has one.
+        shared_swiglu_limits: the same for the expert that all tokens have.
         norm: ``"rms_norm"`` or ``"layer_norm"``.
         norm_bias: whether LayerNorms have a bias.
         pre_norms: whether the inputs of attention and MLP are normalised.
@@ -270,6 +280,7 @@ class ModelConfig:
     local_rotary_dim: int = 0
     windows: tuple[int, ...] = ()
     chunked_windows: bool = False
+    layer_heads: tuple[int, ...] = ()
     kv_shapes: tuple[KVShape, ...] = ()
     value_dim: int = 0
     value_scale: float = 1.0
@@ -281,12 +292,15 @@ class ModelConfig:
     output_gate: bool = False
     separate_gate: bool = False
     head_gate: bool = False
+    softplus_gate: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     interleaved_rope: bool = False
     reversed_rope: bool = False
     stored_layers: tuple[tuple[int, int | None], ...] = ()
     activation: str = "silu"
     gated: bool = True
+    swiglu_limits: tuple[float, ...] = ()
+    shared_swiglu_limits: tuple[float, ...] = ()
     norm: str = "rms_norm"
     norm_bias: bool = True
     norm_weights: bool = True
@@ -398,22 +412,34 @@ class ModelConfig:
         """
         return max(layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer) + 1
 
+    def query_heads(self, layer: int) -> int:
+        """Return the number of query heads of a layer."""
+        return self.layer_heads[layer] if self.layer_heads else self.num_heads
+
+    def swiglu_limit(self, layer: int) -> float | None:
+        """Return the limit of both factors in the MLP or the experts of a layer, ``None`` for none."""
+        return (self.swiglu_limits[layer] or None) if self.swiglu_limits else None
+
+    def shared_swiglu_limit(self, layer: int) -> float | None:
+        """Return the same for the expert of a layer that all tokens have."""
+        return (self.shared_swiglu_limits[layer] or None) if self.shared_swiglu_limits else None
+
     def q_size(self, layer: int) -> int:
         """Return the number of elements of all queries of a token."""
-        return self.num_heads * self.kv_shape(layer).head_dim
+        return self.query_heads(layer) * self.kv_shape(layer).head_dim
 
     def gate_size(self, layer: int) -> int:
         """Return the number of elements of a token's gate of attention's output, 0 for none."""
         if not self.output_gate:
             return 0
-        return self.num_heads if self.head_gate else self.q_size(layer)
+        return self.query_heads(layer) if self.head_gate else self.q_size(layer)
 
     def query_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return which rows of a file's query projection are queries and which are gates of attention's output.
 
         For a gate that is no projection of its own: each head's query is followed by its gate.
         """
-        queries, gates = torch.arange(2 * self.q_size(layer)).view(self.num_heads, 2, -1).unbind(1)
+        queries, gates = torch.arange(2 * self.q_size(layer)).view(self.query_heads(layer), 2, -1).unbind(1)
         return queries.flatten(), gates.flatten()
 
     def attention_size(self, layer: int) -> int:
@@ -423,7 +449,7 @@ class ModelConfig:
             return self.states.output_size
         if self.latent_attention is not None:
             return self.num_heads * self.latent_attention.value_dim
-        return self.num_heads * self.value_dim if self.value_dim else self.q_size(layer)
+        return self.query_heads(layer) * self.value_dim if self.value_dim else self.q_size(layer)
 
     def has_growing_queries(self, layer: int) -> bool:
         """Return whether the queries of a layer grow with their position."""

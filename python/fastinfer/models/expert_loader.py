@@ -38,13 +38,13 @@ def check_experts(checkpoint: Checkpoint) -> None:
         )
 
 
-def load_mixture(reader: LayerReader, layer: str, norm: Norm, post_norm: RMSNorm | None) -> MixtureOfExperts:
+def load_mixture(reader: LayerReader, index: int, norm: Norm, post_norm: RMSNorm | None) -> MixtureOfExperts:
     """Read the experts of a layer between two norms, of which the second one may be missing."""
-    config, checkpoint = reader.config, reader.checkpoint
+    config, checkpoint, layer = reader.config, reader.checkpoint, f"layers.{index}"
     if config.experts_scale != 1.0:
         assert post_norm is None
         post_norm = factor_norm(config.experts_scale, config.hidden_size, reader.device)
-    experts = [f"{layer}.experts.{index}" for index in reader.own_experts()]
+    experts = [f"{layer}.experts.{number}" for number in reader.own_experts()]
     shape = width, inner = config.expert_width, config.intermediate_size
     router = checkpoint.linear(f"{layer}.router", config.num_experts, config.hidden_size)
     router_bias = gate_up_bias = down_bias = None
@@ -70,10 +70,11 @@ def load_mixture(reader: LayerReader, layer: str, norm: Norm, post_norm: RMSNorm
         routing=config.router,
         activation=config.activation,
         choice_bias=reader.vector(f"{layer}.router_bias", config.num_experts) if config.router.has_bias else None,
-        shared=_shared_expert(reader, layer) if config.shared_intermediate_size else None,
+        shared=_shared_expert(reader, index) if config.shared_intermediate_size else None,
         latents=_expert_latents(reader, layer) if config.expert_latent_size else None,
         post_norm=post_norm,
         gated=config.gated,
+        limit=config.swiglu_limit(index),
         experts_device=reader.experts_device,
     )
 
@@ -89,8 +90,9 @@ def _expert_latents(reader: LayerReader, layer: str) -> ExpertLatents:
     )
 
 
-def _shared_expert(reader: LayerReader, layer: str) -> SharedExpert:
-    config, owner = reader.config, f"{layer}.shared_expert"
+def _shared_expert(reader: LayerReader, index: int) -> SharedExpert:
+    config, layer = reader.config, f"layers.{index}"
+    owner = f"{layer}.shared_expert"
     inner, hidden = config.shared_intermediate_size, config.hidden_size
     token_gate = None
     if config.shared_expert_gate:
@@ -104,4 +106,5 @@ def _shared_expert(reader: LayerReader, layer: str) -> SharedExpert:
         token_gate=token_gate,
         activation=config.activation,
         gated=config.gated,
+        limit=config.shared_swiglu_limit(index),
     )

@@ -25,21 +25,25 @@ class GatedMLP:
         gate_up: projections gate and up, with rows interleaved in runs of 16.
         down: projection back to the residual stream.
         activation: activation of the gate, by its name in :mod:`fastinfer.ops.gemm`.
+        limit: limit of both factors, with ``"silu"``, see :func:`fastinfer.ops.silu_and_mul`; the activation is then a
+            separate operator. ``None`` for none.
     """
 
     norm: Norm
     gate_up: Weight
     down: OutputProjection
     activation: str
+    limit: float | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None, lora: LayerAdapters | None) -> Tensor:
         x, options = self.norm.before_linear(x)
-        if lora is None:
+        if lora is None and self.limit is None:
             return self.down(self.gate_up.linear(x, activation=self.activation, **options), residual, None)
         gate_up = self.gate_up.linear(x, **options).view(len(x), -1, 2, TILE_ROWS)
-        lora.add("gate_proj", gate_up[:, :, 0], x, **options)
-        lora.add("up_proj", gate_up[:, :, 1], x, **options)
-        hidden = activation_and_mul(gate_up.flatten(2), self.activation).view(len(x), -1)
+        if lora is not None:
+            lora.add("gate_proj", gate_up[:, :, 0], x, **options)
+            lora.add("up_proj", gate_up[:, :, 1], x, **options)
+        hidden = activation_and_mul(gate_up.flatten(2), self.activation, self.limit).view(len(x), -1)
         return self.down(hidden, residual, lora)
 
 

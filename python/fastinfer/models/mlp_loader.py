@@ -26,9 +26,9 @@ def load_mlp(reader: LayerReader, index: int) -> MLP | None:
     post_norm = f"{layer}.post_mlp_norm"
     if config.has_experts(index):
         if config.mlp_beside_experts:
-            return _mlp_beside_experts(reader, layer, norm, factor)
+            return _mlp_beside_experts(reader, index, norm, factor)
         has_norm = config.experts_post_norm or config.has_post_norms(index)
-        return load_mixture(reader, layer, norm, reader.post_norm(post_norm) if has_norm else None)
+        return load_mixture(reader, index, norm, reader.post_norm(post_norm) if has_norm else None)
     down = reader.output(f"{layer}.down_proj", inner, config.mlp_bias, post_norm, reader.scale, factor)
     if not config.gated:
         up = reader.concatenated({f"{layer}.up_proj": inner}, config.mlp_bias)
@@ -37,7 +37,7 @@ def load_mlp(reader: LayerReader, index: int) -> MLP | None:
     gate_up = read_gate_up(reader, layer, inner)
     bias = read_gate_up_bias(reader, layer, inner) if config.mlp_bias else None
     names = tuple(f"{layer}.{name}" for name in GATE_UP)
-    return GatedMLP(norm, reader.weight(names, gate_up, bias), down, config.activation)
+    return GatedMLP(norm, reader.weight(names, gate_up, bias), down, config.activation, config.swiglu_limit(index))
 
 
 def read_xielu(reader: LayerReader, layer: str) -> XIELU:
@@ -57,14 +57,14 @@ def read_xielu(reader: LayerReader, layer: str) -> XIELU:
     return XIELU(alpha_p, beta + alpha_n, beta, eps)
 
 
-def _mlp_beside_experts(reader: LayerReader, layer: str, norm: Norm, factor: float) -> MLPBesideExperts:
-    config, hidden = reader.config, reader.config.hidden_size
+def _mlp_beside_experts(reader: LayerReader, index: int, norm: Norm, factor: float) -> MLPBesideExperts:
+    config, hidden, layer = reader.config, reader.config.hidden_size, f"layers.{index}"
     inner = config.dense_intermediate_size
     router_norm = reader.vector(f"{layer}.router_scale", hidden) * hidden**-0.5
     experts = replace(
         load_mixture(
             reader,
-            layer,
+            index,
             reader.pre_norm(f"{layer}.experts_norm"),
             RMSNorm(reader.vector(f"{layer}.post_experts_norm", hidden), config.norm_eps),
         ),

@@ -28,6 +28,8 @@ class SharedExpert:
         activation: activation of the gate, by its name in :mod:`fastinfer.ops.gemm`, or of up, see
             :func:`fastinfer.models.activation.plain_activation`.
         gated: whether there is a gate.
+        limit: limit of both factors, with ``"silu"``, see :func:`fastinfer.ops.silu_and_mul`; the activation is then a
+            separate operator. ``None`` for none.
     """
 
     gate_up: Weight
@@ -35,6 +37,7 @@ class SharedExpert:
     token_gate: Weight | None
     activation: str
     gated: bool = True
+    limit: float | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None, lora: LayerAdapters | None) -> Tensor:
         """Return the output of the expert for ``x``, plus ``residual`` if there is one; all are [tokens, hidden]."""
@@ -58,12 +61,13 @@ class SharedExpert:
             if lora is not None:
                 lora.add("shared_expert.up_proj", up, x)
             return plain_activation(up, self.activation)
-        if lora is None:
+        if lora is None and self.limit is None:
             return self.gate_up.linear(x, activation=self.activation)
         gate_up = self.gate_up.linear(x).view(len(x), -1, 2, TILE_ROWS)
-        lora.add("shared_expert.gate_proj", gate_up[:, :, 0], x)
-        lora.add("shared_expert.up_proj", gate_up[:, :, 1], x)
-        return activation_and_mul(gate_up.flatten(2), self.activation).view(len(x), -1)
+        if lora is not None:
+            lora.add("shared_expert.gate_proj", gate_up[:, :, 0], x)
+            lora.add("shared_expert.up_proj", gate_up[:, :, 1], x)
+        return activation_and_mul(gate_up.flatten(2), self.activation, self.limit).view(len(x), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +111,7 @@ class MixtureOfExperts:
         expert_scale: [experts] fp32, factors of the experts' weights; or ``None``.
         post_norm: norm of the output, or a factor of it in the form of a norm; or ``None``.
         gated: whether experts have a gate.
+        limit: as in :class:`SharedExpert`, of the experts but the shared one.
         experts_device: device of ``gate_up`` and ``down``, if it is not that of the other weights; ``None`` otherwise.
             The inputs of the experts are copied there, and their outputs back. Their adapters are there, too.
     """
@@ -125,6 +130,7 @@ class MixtureOfExperts:
     expert_scale: Tensor | None = None
     post_norm: RMSNorm | None = None
     gated: bool = True
+    limit: float | None = None
     experts_device: str | None = None
 
     def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
@@ -134,6 +140,8 @@ class MixtureOfExperts:
         logits = self.router.linear(routed)
         if lora is not None:
             lora.add("router", logits, routed)
+        if self.routing.softcap:
+            ops.softcap(logits, self.routing.softcap)
         routing, scaled = self._route(logits), x
         if self.routing.scales_inputs:  # and outputs are not: the second call gives weights of 1
             scaled = ops.combine_experts(x, routing.expert_weights, None)
@@ -167,6 +175,7 @@ class MixtureOfExperts:
             scale=config.scale,
             expert_scale=self.expert_scale,
             jitter=config.jitter,
+            biased_logits=config.biased_logits,
         )
 
     def _experts(self, x: Tensor, routing: ops.Routing, lora: LayerAdapters | None) -> Tensor:
@@ -185,9 +194,10 @@ class MixtureOfExperts:
             if lora is not None:
                 lora.add("experts.up_proj", up, x, routing.expert_ids)
             return plain_activation(up, self.activation)
-        if lora is None:
+        if lora is None and self.limit is None:
             return self.gate_up.linear(x, routing, activation=self.activation)
         gate_up = self.gate_up.linear(x, routing).view(len(routing.row_ids), -1, 2, TILE_ROWS)
-        lora.add("experts.gate_proj", gate_up[:, :, 0], x, routing.expert_ids)
-        lora.add("experts.up_proj", gate_up[:, :, 1], x, routing.expert_ids)
-        return activation_and_mul(gate_up.flatten(2), self.activation).view(len(gate_up), -1)
+        if lora is not None:
+            lora.add("experts.gate_proj", gate_up[:, :, 0], x, routing.expert_ids)
+            lora.add("experts.up_proj", gate_up[:, :, 1], x, routing.expert_ids)
+        return activation_and_mul(gate_up.flatten(2), self.activation, self.limit).view(len(gate_up), -1)

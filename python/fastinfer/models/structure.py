@@ -11,7 +11,7 @@ class Structure:
     Attributes:
         norm, norm_bias, norm_weights, pre_norms, post_norms, state_pre_norms, qk_norm, rotated_first, v_norm,
             layer_scales, parallel, interleaved_rope, reversed_rope, attention_sinks, output_gate, separate_gate,
-            head_gate, normed_embedding, alternating_gate_up, lm_head_bias, experts_post_norm: see
+            head_gate, softplus_gate, normed_embedding, alternating_gate_up, lm_head_bias, experts_post_norm: see
             :class:`fastinfer.models.config.ModelConfig`.
         scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
         window_period: every n-th layer has full attention, the others a window, in models with windows whose files do
@@ -48,6 +48,7 @@ class Structure:
     linear_period: int = 0
     separate_gate: bool = False
     head_gate: bool = False
+    softplus_gate: bool = False
     normed_embedding: bool = False
     mamba2: bool = False
     short_convs: bool = False
@@ -76,6 +77,7 @@ class Structure:
             "output_gate",
             "separate_gate",
             "head_gate",
+            "softplus_gate",
             "normed_embedding",
             "lm_head_bias",
             "experts_post_norm",
@@ -130,6 +132,7 @@ AFMOE = Structure(
     post_norms=True, qk_norm="head", output_gate=True, separate_gate=True, window_period=4, only_windows_rotate=True
 )
 EXAONE_MOE = Structure(qk_norm="head", window_period=4, only_windows_rotate=True)
+KOLIBRI = Structure(post_norms=True, qk_norm="head", window_period=5, only_windows_rotate=True)
 GRANITE_HYBRID = Structure(mamba2=True)
 NEMOTRON_H = Structure(mamba2=True)
 FALCON_H1 = Structure(mamba2=True)
@@ -152,6 +155,8 @@ NANOCHAT = Structure(norm_weights=False, qk_norm="unit", reversed_rope=True, nor
 GPT_OSS = Structure(attention_sinks=True, alternating_gate_up=True, window_period=2)
 GRANITE_SWA = Structure(attention_sinks=True)
 MIMO = Structure(attention_sinks=True)
+STEP = Structure(qk_norm="head", output_gate=True, separate_gate=True, head_gate=True)
+LAGUNA = replace(STEP, softplus_gate=True)
 MUSE_GLIMMER = Structure(post_norms=True, qk_norm="unit", output_gate=True, separate_gate=True, normed_embedding=True)
 LLAMA4 = Structure(interleaved_rope=True)
 LATENT = Structure(latent_attention=True, interleaved_rope=True)

@@ -47,7 +47,8 @@ class Division:
         config, rank = self.config, self.rank
         return replace(
             config,
-            num_heads=len(self.query_heads()[rank]),
+            num_heads=max(len(self.query_heads(layer)[rank]) for layer in self._attention_layers()),
+            layer_heads=tuple(len(self.query_heads(layer)[rank]) for layer in range(len(config.layer_heads))),
             num_kv_heads=len(self.kv_heads(self._attention_layers()[0])[rank]),
             kv_shapes=tuple(
                 replace(shape, num_heads=len(self.kv_heads(layer)[rank]))
@@ -59,15 +60,15 @@ class Division:
             shared_intermediate_size=len(self.inner_tiles(config.shared_intermediate_size)[rank]),
         )
 
-    def query_heads(self) -> list[range]:
-        """Return the query heads of each rank: those of whole KV heads in the layers that have most of these."""
+    def query_heads(self, layer: int) -> list[range]:
+        """Return the query heads of a layer of each rank: of whole KV heads, as there are in the layers with most."""
         most = max(map(self._num_kv_heads, self._attention_layers()), default=1)
-        return divided_groups(self.config.num_heads, most, self.size)[0]
+        return divided_groups(self.config.query_heads(layer), most, self.size)[0]
 
     def kv_heads(self, layer: int) -> list[range]:
         """Return the KV heads of a layer that each rank has; several ranks may have the same one."""
-        group = self.config.num_heads // self._num_kv_heads(layer)
-        return [range(part.start // group, -(-part.stop // group)) for part in self.query_heads()]
+        group = self.config.query_heads(layer) // self._num_kv_heads(layer)
+        return [range(part.start // group, -(-part.stop // group)) for part in self.query_heads(layer)]
 
     def state_heads(self) -> tuple[list[range], list[range]]:
         """Return the heads of linear attention or Mamba-2 of each rank, and the key heads or groups that they have."""
@@ -135,14 +136,15 @@ class Division:
             config.shared_intermediate_size,
         )
         most = min(self._num_heads(), *(-(-size // TILE_ROWS) for size in sizes if size))
-        if self.size > most or not all(self.query_heads()):
+        layers = self._attention_layers()
+        if self.size > most or not all(all(self.query_heads(layer)) for layer in layers):
             raise RequestError(
                 f"tensor_parallel_size must be at most {most} for this model, of which each rank gets whole heads and "
                 f"{TILE_ROWS} rows of each weight, got {self.size}"
             )
-        for layer in self._attention_layers():
-            pairs = zip(self.query_heads(), self.kv_heads(layer), strict=True)
-            group = config.num_heads // self._num_kv_heads(layer)
+        for layer in layers:
+            pairs = zip(self.query_heads(layer), self.kv_heads(layer), strict=True)
+            group = config.query_heads(layer) // self._num_kv_heads(layer)
             if any(len(kv) > 1 and len(query) != group * len(kv) for query, kv in pairs):
                 raise RequestError(
                     f"tensor_parallel_size must divide the heads of all layers alike, which {self.size} does not"
@@ -164,7 +166,7 @@ class Division:
     def _num_heads(self) -> int:
         """Return the most ranks that get heads of every kind."""
         config, states = self.config, self.config.states
-        counts = [config.num_heads]
+        counts = [min(map(config.query_heads, self._attention_layers()), default=config.num_heads)]
         if self.has_whole_experts:
             counts.append(config.num_experts)
         if config.qk_norm == "all":  # its input is gathered, with each KV head from one rank

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.formats.unpacked import Unpacked
-from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.checkpoint import Checkpoint, split_name
 from fastinfer.models.config import Precision
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.norm import RMSNorm
@@ -129,7 +129,8 @@ class ShardedReader(LayerReader):
 
     def heads_norm(self, name: str, size: int) -> RMSNorm:
         config, division = self._division.config, self._division
-        heads = division.query_heads() if name.endswith(".q_norm") else division.kv_heads(0)
+        layer, part, _ = split_name(name)
+        heads = division.query_heads(layer) if part == "q_norm" else division.kv_heads(layer)
         widths = [len(part) * config.head_dim for part in heads]
         norm = super().heads_norm(name, sum(widths))
         return ShardedHeadsNorm(norm.weight, norm.eps, self._group, widths)

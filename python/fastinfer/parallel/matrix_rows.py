@@ -52,7 +52,7 @@ def adapter_rows(division: Division, layer: int, module: str) -> Tensor | None:
     if division.config.output_gate and part in ("q_proj", "output_gate"):
         config = division.config
         size = config.gate_size(layer) if part == "output_gate" else config.q_size(layer)
-        rows = [Rows(division.query_heads(), config.num_heads, size // config.num_heads)]
+        rows = [_query_rows(division, layer, size)]
     elif part in ("in_proj", "in_proj_dt") and isinstance(division.config.states, Mamba2Config):
         rows = rows[:-1] if part == "in_proj" else rows[-1:]
     return rows_of_rank(rows, division.rank) if rows else None
@@ -86,7 +86,7 @@ def _input_rows(division: Division, name: str) -> Rows | None:
     if name.endswith(".out_proj"):
         return None if division.has_whole_states else _state_rows(division, "outputs")[0]
     if name.endswith(".o_proj"):
-        return Rows(division.query_heads(), config.num_heads, config.attention_size(layer) // config.num_heads)
+        return _query_rows(division, layer, config.attention_size(layer))
     if ".experts." in name and division.has_whole_experts:
         return None
     return _inner_tiles(division, division.inner_size(name))
@@ -107,17 +107,24 @@ def divided_rows(division: Division, name: str) -> list[Rows]:
     layer = int(name.split(".")[1])
     if config.has_state(layer):
         return _state_rows(division, part)
-    heads, head_dim = division.query_heads(), config.kv_shape(layer).head_dim
+    heads, head_dim = config.query_heads(layer), config.kv_shape(layer).head_dim
     if config.latent_attention is not None:
-        return [Rows(heads, config.num_heads, size)] if (size := _latent_sizes(division).get(part)) else []
+        size = heads * _latent_sizes(division).get(part, 0)
+        return [_query_rows(division, layer, size)] if size else []
     if part in ("k_proj", "v_proj"):
         size = config.value_dim or head_dim if part == "v_proj" else head_dim
         return [Rows(division.kv_heads(layer), config.kv_shape(layer).num_heads, size)]
     # The file's query projection has the gates, too, unless they are a projection of their own.
     num_halves = 2 if config.output_gate and not config.separate_gate else 1
-    gate_size = config.gate_size(layer) // config.num_heads
-    size = {"q_proj": num_halves * head_dim, "output_gate": gate_size, "sinks": 1}.get(part)
-    return [Rows(heads, config.num_heads, size)] if size else []
+    sizes = {"q_proj": num_halves * heads * head_dim, "output_gate": config.gate_size(layer), "sinks": heads}
+    size = sizes.get(part, 0)
+    return [_query_rows(division, layer, size)] if size else []
+
+
+def _query_rows(division: Division, layer: int, size: int) -> Rows:
+    """Return rows of which each query head of a layer has as many; ``size`` is their number."""
+    heads = division.config.query_heads(layer)
+    return Rows(division.query_heads(layer), heads, size // heads)
 
 
 def _state_rows(division: Division, part: str) -> list[Rows]:

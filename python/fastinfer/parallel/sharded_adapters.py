@@ -92,7 +92,7 @@ class ShardedAdapterSlots(AdapterSlots):
         if layer not in self._own:
             return
         if name.startswith("heads."):  # of latent attention
-            heads = self._division.query_heads()[self._division.rank]
+            heads = self._division.query_heads(layer)[self._division.rank]
             if index[0] not in heads:
                 return
             index = [index[0] - heads.start]

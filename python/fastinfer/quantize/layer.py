@@ -49,10 +49,11 @@ def fold_target(name: str, config: ModelConfig) -> str | None:
         return f"{layer}.{'attention_norm' if first else 'mlp_norm'}"
     if part == "down_proj" and config.gated:
         # It adds 1 to the product of up before it multiplies.
-        return None if config.activation == "clamped_swiglu" else f"{layer}.up_proj"
+        limit_of = config.shared_swiglu_limit if layer.endswith(".shared_expert") else config.swiglu_limit
+        return None if config.activation == "clamped_swiglu" or limit_of(index) else f"{layer}.up_proj"
     # Values that other layers read, too, cannot absorb the factors of one, nor can those that are normalised.
     own = not config.v_norm and (not config.kv_layers or config.kv_layers.count(index) == 1)
-    is_plain = config.latent_attention is None and config.num_heads == config.kv_shape(index).num_heads
+    is_plain = config.latent_attention is None and config.query_heads(index) == config.kv_shape(index).num_heads
     return f"{layer}.v_proj" if part == "o_proj" and own and is_plain else None
 
 
