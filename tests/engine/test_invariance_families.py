@@ -127,6 +127,32 @@ CHUNKS = {
     "query_offset": 1,
     "growing_layers": {1},
 }
+# Query heads, limits and windows that differ by layer, in the MLP of the first one, too.
+STEP = {
+    **{"num_experts": 8, "experts_per_token": 3},
+    "windows": (8, 0, 8),
+    "num_heads": 6,
+    "layer_heads": (2, 6, 4),
+    "qk_norm": "head",
+    "output_gate": True,
+    "separate_gate": True,
+    "head_gate": True,
+    "dense_layers": frozenset({0}),
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 64,
+    "router": RouterConfig("sigmoid", has_bias=True, scale=1.5),
+    "swiglu_limits": (0.3, 0.2, 0.0),
+    "shared_swiglu_limits": (0.0, 0.0, 0.1),
+}
+LAGUNA = {
+    **{key: value for key, value in STEP.items() if not key.endswith("limits")},
+    "softplus_gate": True,
+    "router": RouterConfig("sigmoid", has_bias=True, softcap=0.5),
+}
+KOLIBRI = {
+    **{"num_experts": 8, "experts_per_token": 3, "post_norms": True, "windows": (8, 0, 8), "unrotated_layers": {1}},
+    "router": RouterConfig("sigmoid", has_bias=True, renormalize=False, biased_logits=True),
+}
 XIELU = {"gated": False, "activation": "xielu"}
 # Mamba-2 and attention with the same input, with factors.
 FALCON = {
@@ -229,6 +255,15 @@ MODELS: dict[str, tuple[dict[str, Any], Form, str]] = {
     "linear mixture, int4": (LINEAR_MIXTURE, lambda n, v: int4(v) if n.endswith("proj") else Dense(v), "auto"),
     "granite, int4": (GRANITE, lambda n, v: int4(v) if n.endswith("proj") else Dense(v), "auto"),
     "muse, bf16": (MUSE, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "step, int4": (STEP, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
+    "step, bf16": (STEP, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "laguna, int4": (LAGUNA, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
+    "laguna, bf16": (
+        LAGUNA | {"head_gate": False},
+        lambda _, values: Dense(values.bfloat16()),
+        "bfloat16",
+    ),
+    "kolibri, int4": (KOLIBRI, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
     "gpt2": ({"rotary_dim": 0, "gated": False, "norm": "layer_norm", "mlp_bias": True}, lambda _, v: Dense(v), "auto"),
 }
 

@@ -23,7 +23,7 @@ EPSILONS = {
     **dict.fromkeys(("qwen3", "gemma2", "gemma3", "gemma4-moe", "gemma4-inputs", "olmo2", "exaone4"), "rms_norm_eps"),
     **dict.fromkeys(("minimax-m2", "deepseek-v3", "glm-dsa", "granite-moe-shared", "granite-hybrid"), "rms_norm_eps"),
     **dict.fromkeys(("falcon-h1-norm", "qwen3.5-moe", "afmoe", "flex-olmo"), "rms_norm_eps"),
-    **dict.fromkeys(("olmo-hybrid", "llama4"), "rms_norm_eps"),
+    **dict.fromkeys(("olmo-hybrid", "llama4", "step3.7", "laguna", "kolibri"), "rms_norm_eps"),
 }
 
 

@@ -100,6 +100,7 @@ FAMILIES = (
     "nemotron-h-moe-latent",
     "lfm2",
     "lfm2-moe",
+    "step3.7",
 )
 
 

@@ -239,6 +239,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "limits and heads that differ by layer": (
+        "step3.7",
+        {"target_modules": r".*language_model.*\.(q_proj|v_proj|g_proj|o_proj|gate_proj|up_proj|down_proj)", "r": 3},
+    ),
+    "gates by softplus": (
+        "laguna",
+        {
+            "target_modules": ["q_proj", "g_proj", "o_proj", "up_proj", "down_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj"],
+            "r": 3,
+        },
+    ),
+    "experts chosen by biased logits": (
+        "kolibri",
+        {"target_modules": ["k_proj", "o_proj", "gate_proj"], "target_parameters": ["mlp.gate.weight"], "r": 3},
+    ),
     "router": ("qwen3-moe", {"target_modules": [], "target_parameters": ["gate.weight"], "r": 1}),
     "one layer's": (
         "mixtral",

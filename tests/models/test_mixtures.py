@@ -131,10 +131,7 @@ def test_values_smaller_than_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("LagunaForCausalLM", "gates of attention by softplus, and layers with different numbers of query heads"),
-        ("Step3p5ForCausalLM", "a SwiGLU that is clamped in some layers, and layers with different numbers of query"),
         ("MiniMaxM3SparseForConditionalGeneration", "sparse attention to blocks that an index of the keys chooses"),
-        ("Kolibri1ForCausalLM", "experts that are chosen by their logits and a bias before the sigmoid"),
         ("KimiLinearForCausalLM", "a delta rule with a gate for each channel"),
         ("PaliGemmaForConditionalGeneration", "attention in both directions within a prompt"),
     ],

@@ -62,6 +62,9 @@ FAMILIES = [
     "apertus",
     "nemotron-h-latent",
     "glm-dsa",
+    "step3.7",
+    "laguna",
+    "kolibri",
 ]
 
 

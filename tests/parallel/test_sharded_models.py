@@ -65,6 +65,10 @@ DIVIDED = [
     "gpt-neox",
     "olmo",
     "cohere2-moe",
+    "step3.7",
+    "laguna",
+    "laguna-elements",
+    "kolibri",
 ]
 
 

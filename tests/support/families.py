@@ -564,16 +564,21 @@ def make_model(family: str, seed: int = 0, **more: Any) -> Any:
     """A model in fp32; weights that start as ones or zeros are random, too, or a mistake with them would not show."""
     name, changes = FAMILIES[family]
     sizes = {} if name == "GPT2" else SIZES
-    text = "Text" if name.startswith(("Qwen3_5", "Llama4")) else ""
+    text = "Text" if name.startswith(("Qwen3_5", "Llama4", "Step3p7")) else ""
     config = getattr(transformers, f"{name}{text}Config")(**(sizes | changes | more))
+    kind = {
+        "GPT2": "GPT2LMHeadModel",
+        "Step3p7": "Step3p7ForConditionalGeneration",  # which has no class for text alone
+    }.get(name, f"{name.removesuffix('Text')}ForCausalLM")
+    if name == "Step3p7":
+        config = transformers.Step3p7Config(text_config=config, vision_config=STEP_VISION)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    kind = {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name.removesuffix('Text')}ForCausalLM")
     model = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1 and not parameter.any():
-                parameter.normal_(std=config.initializer_range)
+                parameter.normal_(std=config.get_text_config().initializer_range)
             if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) / 5)
             if name.startswith("Gemma4") and parameter_name.endswith("q_norm.weight"):
@@ -686,5 +691,85 @@ FAMILIES |= {
         {key: value for key, value in FALCON_H1.items() if "multiplier" not in key}
         | {"tie_word_embeddings": True, "time_step_limit": [0.5, 1.5]}
         | {"mamba_d_ssm": None, "mamba_n_heads": 4, "mamba_d_head": "auto"},
+    ),
+}
+
+_STEP_KINDS = [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding", "sliding")]
+_STEP_ROPE = {
+    "full_attention": {**LLAMA3, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+}
+STEP = {
+    "num_hidden_layers": 6,
+    "layer_types": _STEP_KINDS,
+    "sliding_window": 16,
+    "num_sliding_attention_heads": 6,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "share_expert_dim": 80,
+    "moe_router_scaling_factor": 1.7,
+    "swiglu_limits": [0.0, 0.0, 0.2, 0.3, 0.05, None],
+    "swiglu_limits_shared": [0.1, 0.0, 0.0, 0.0, 0.3, 0.15],
+    "rope_parameters": _STEP_ROPE,
+}
+STEP_VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+}
+LAGUNA = {
+    "num_hidden_layers": 6,
+    "layer_types": _STEP_KINDS,
+    "sliding_window": 16,
+    "num_attention_heads_per_layer": [4, 6, 8, 4, 10, 6],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+    "moe_routed_scaling_factor": 1.6,
+    "rope_parameters": {
+        **_STEP_ROPE,
+        "full_attention": {**YARN, "rope_theta": 500.0, "partial_rotary_factor": 0.5, "attention_factor": 1.1},
+    },
+}
+FAMILIES |= {
+    "step3.7": ("Step3p7", HEADS | STEP),
+    # Without limits, and with as many heads in all layers; a window in all but one.
+    "step3.7-plain": (
+        "Step3p7",
+        HEADS
+        | {key: value for key, value in STEP.items() if not key.startswith(("swiglu", "mlp_layer", "num_sliding"))}
+        | {"layer_types": [*_STEP_KINDS[1:3] * 2, *_STEP_KINDS[:2]], "query_pre_attn_scalar": 20}
+        | {"tie_word_embeddings": True},
+    ),
+    "laguna": ("Laguna", HEADS | LAGUNA),
+    "laguna-elements": (
+        "Laguna",
+        HEADS
+        | LAGUNA
+        | {"gating": "per-element", "moe_router_logit_softcapping": 0.5, "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "sparse", "dense"]},
+    ),
+    # As many heads in all layers, none of which has a window.
+    "laguna-full": (
+        "Laguna",
+        HEADS
+        | {key: value for key, value in LAGUNA.items() if key not in ("layer_types", "num_attention_heads_per_layer")},
+    ),
+    "kolibri": (
+        "Kolibri1",
+        HEADS
+        | {"num_hidden_layers": 6, "sliding_window": 16, "num_experts": 8, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "rope_parameters": LLAMA3},
+    ),
+    "kolibri-full": (
+        "Kolibri1",
+        HEADS
+        | {"layer_types": ["full_attention"] * 4, "num_experts": 5, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
     ),
 }

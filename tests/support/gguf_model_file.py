@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import torch
 from torch import Tensor
+from transformers.models.step3p7.modeling_step3p7 import Step3p7RotaryEmbedding
 
 from support.gguf_hybrid_models import (
     falcon_h1_tensor,
@@ -38,6 +39,7 @@ ARCHITECTURES = {
     "stablelm": ("stablelm", gguf.MODEL_ARCH.STABLELM),
     "afmoe": ("afmoe", gguf.MODEL_ARCH.AFMOE),
     "mimo_v2_flash": ("mimo2", gguf.MODEL_ARCH.MIMO2),
+    "step3p5": ("step35", gguf.MODEL_ARCH.STEP35),
     "hy_v3": ("hy_v3", gguf.MODEL_ARCH.EXAONE_MOE),  # which has the same names
     "exaone_moe": ("exaone-moe", gguf.MODEL_ARCH.EXAONE_MOE),
     "olmoe": ("olmoe", gguf.MODEL_ARCH.OLMOE),
@@ -103,7 +105,7 @@ PERMUTED = (
 )
 LATENT = ("deepseek2", "mistral4")
 WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "cohere2moe", "mellum", "gpt-oss")
-WINDOWED += ("afmoe", "exaone-moe", "mimo2")
+WINDOWED += ("afmoe", "exaone-moe", "mimo2", "step35")
 
 
 def write_gguf(
@@ -134,7 +136,7 @@ def write_gguf(
         more: function that writes the keys of the tokenizer, and others; ``None`` for none.
     """
     quantized = quantized or {}
-    config = model.config
+    config = model.config.get_text_config()
     with_experts = " with experts" if config.model_type == "nemotron_h" and "moe" in config.layers_block_type else ""
     architecture, table = ARCHITECTURES[config.model_type + with_experts]
     architecture = name or architecture
@@ -160,6 +162,12 @@ def write_gguf(
     writer.add_block_count(num_blocks)
     names = gguf.get_tensor_name_map(table, num_blocks)
     tensors = dict(model.state_dict())
+    if architecture == "step35":  # of which the text alone
+        tensors = {
+            name.replace("model.language_model.", "model."): values
+            for name, values in tensors.items()
+            if name.startswith(("model.language_model.", "lm_head."))
+        }
     if architecture == "apertus":
         for key in (gguf.Keys.xIELU.ALPHA_P, gguf.Keys.xIELU.ALPHA_N, gguf.Keys.xIELU.BETA, gguf.Keys.xIELU.EPS):
             stored = [f"model.layers.{layer}.mlp.act_fn.{key.rpartition('.')[2]}" for layer in range(num_blocks)]
@@ -187,7 +195,8 @@ def write_gguf(
 def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fused: bool) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_head_count(config.num_attention_heads)
+    if architecture != "step35":  # which has one for each layer
+        writer.add_head_count(config.num_attention_heads)
     if architecture == "gemma4":
         _write_gemma4_config(writer, config)
         return
@@ -279,7 +288,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0 and architecture != "step35":
         head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         writer.add_rope_dimension_count(int(head_dim * share))
     if architecture.startswith("granite"):
@@ -308,6 +317,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if architecture == "mimo2":
         _write_mimo_config(writer, config)
+    if architecture == "step35":
+        _write_step_config(writer, config)
     if architecture == "exaone-moe":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture in ("afmoe", "exaone-moe"):
@@ -392,6 +403,28 @@ def _write_mimo_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
+
+
+def _write_step_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    is_windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    heads = [config.per_layer_config[layer].num_attention_heads for layer in range(len(is_windowed))]
+    writer.add_array("step35.attention.head_count", heads)
+    writer.add_sliding_window_pattern(is_windowed)
+    rope = config.rope_parameters
+    writer.add_float32("step35.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+    writer.add_expert_shared_feed_forward_length(config.share_expert_dim)
+    writer.add_expert_weights_scale(config.moe_router_scaling_factor)
+    writer.add_expert_weights_norm(True)
+    for name in ("exp", "shexp"):
+        limits = config.swiglu_limits if name == "exp" else config.swiglu_limits_shared
+        if limits is not None:
+            writer.add_array(f"step35.swiglu_clamp_{name}", [float(limit or 0.0) for limit in limits])
+    rotary_embedding = Step3p7RotaryEmbedding(config)
+    size = int(config.head_dim * rope["full_attention"]["partial_rotary_factor"])
+    plain = rope["full_attention"]["rope_theta"] ** -(torch.arange(0, size, 2) / size)
+    factors = torch.ones(config.head_dim // 2)
+    factors[: size // 2] = plain / rotary_embedding.full_attention_inv_freq
+    writer.add_tensor("rope_freqs.weight", factors.numpy())
 
 
 def _write_latent_attention(writer: gguf.GGUFWriter, config: Any, is_fused: bool) -> None:
@@ -503,7 +536,7 @@ def _converted(
         return [(f"blk.{name.split('.')[2]}.{part}.scale", values)]
     if architecture == "gemma4" and name.endswith("layer_scalar"):
         name += ".weight"
-    elif architecture in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+    elif architecture in ("gemma", "gemma2", "gemma3", "nemotron", "step35") and name.endswith("norm.weight"):
         values = values + 1
     if ".query_key_value." in name:
         heads = values.unflatten(0, (config.num_attention_heads, 3, -1))

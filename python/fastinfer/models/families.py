@@ -23,6 +23,8 @@ from fastinfer.models.structure import (
     HEAD_NORMS,
     INTERLEAVED,
     JOINT_NORMS,
+    KOLIBRI,
+    LAGUNA,
     LATE_HEAD_NORMS,
     LATENT,
     LAYER_NORMS,
@@ -41,6 +43,7 @@ from fastinfer.models.structure import (
     PHI,
     POST_NORMS,
     QWEN3_NEXT,
+    STEP,
     VAULT_GEMMA,
     Structure,
 )
@@ -445,6 +448,50 @@ _QWEN2_VL = Family(
     defaults={**_QWEN_WINDOWS, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
 )
 
+_STEP = Family(
+    _LAYER
+    | {
+        "output_gate": "self_attn.g_proj",
+        "router": "moe.gate",
+        "router_bias": "moe.router_bias",
+        "experts": "moe",
+        "shared_expert": "share_expert",
+    },
+    structure=STEP,
+    stacked={name: f"{stored}.weight" for name, stored in _EXPERT.items()},
+    norm_offset=1.0,
+    sigmoid_router=True,
+    aliases={
+        "num_key_value_heads": "num_attention_groups",
+        "n_routed_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_top_k",
+        "shared_expert_intermediate_size": "share_expert_dim",
+        "routed_scaling_factor": "moe_router_scaling_factor",
+    },
+    defaults={
+        "hidden_size": 4096,
+        "intermediate_size": 11264,
+        "num_hidden_layers": 45,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128815,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 288,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280,
+        "sliding_window": None,
+    },
+    fixed={
+        "hidden_act": "silu",
+        "norm_topk_prob": True,
+        "moe_layer_freq": None,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+)
 _CHANNEL_GATES = "a delta rule with a gate for each channel"
 # What other architectures need that is not implemented.
 MISSING = {
@@ -452,15 +499,9 @@ MISSING = {
     "KimiLinearForCausalLM": _CHANNEL_GATES,
     "MistralLarge4ForConditionalGeneration": "attention to chosen tokens, and latents that layers share",
     "PaliGemmaForConditionalGeneration": "attention in both directions within a prompt",
-    "Kolibri1ForCausalLM": "experts that are chosen by their logits and a bias before the sigmoid",
-    "LagunaForCausalLM": "gates of attention by softplus, and layers with different numbers of query heads",
     **dict.fromkeys(
         ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
         "sparse attention to blocks that an index of the keys chooses",
-    ),
-    **dict.fromkeys(
-        ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
-        "a SwiGLU that is clamped in some layers, and layers with different numbers of query heads",
     ),
 }
 
@@ -870,6 +911,71 @@ FAMILIES: dict[str, Family] = {
         stacked=_STACKED,
         stacked_order="in_out",
     ),
+    "Step3p5ForCausalLM": _STEP,
+    "Kolibri1ForCausalLM": Family(
+        _LAYER
+        | {
+            "post_attention_norm": "post_attn_norm",
+            "post_mlp_norm": "post_ffn_norm",
+            "router_bias": "moe.router.expert_bias",
+        },
+        structure=KOLIBRI,
+        sigmoid_router=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 513,
+            "num_experts": 384,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        # Of other families, whose settings its program does not read.
+        fixed={
+            "attention_bias": False,
+            "mlp_bias": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": None,
+            "first_k_dense_replace": 0,
+            "decoder_sparse_step": None,
+            "mlp_only_layers": None,
+            "mlp_layer_types": None,
+            "moe_layer_freq": None,
+            "use_sliding_window": True,
+        },
+    ),
+    "LagunaForCausalLM": Family(
+        _LAYER
+        | {
+            "output_gate": "self_attn.g_proj",
+            "router_bias": "mlp.experts.e_score_correction_bias",
+            "shared_expert": "mlp.shared_expert",
+        },
+        structure=LAGUNA,
+        sigmoid_router=True,
+        aliases={"routed_scaling_factor": "moe_routed_scaling_factor"},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sliding_window": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        fixed={
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 0,
+            "moe_layer_freq": None,
+        },
+    ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "DeepseekV2ForCausalLM": Family(
         _LAYER | _LATENT_LAYER,
@@ -1114,6 +1220,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+    "Step3p7ForConditionalGeneration": _STEP,
     "MuseGlimmerForConditionalGeneration": Family(
         _LAYER | _POST_NORMS,
         structure=MUSE_GLIMMER,

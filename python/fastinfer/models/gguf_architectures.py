@@ -32,6 +32,7 @@ from fastinfer.models.structure import (
     OLMO2,
     PHI,
     QWEN3_NEXT,
+    STEP,
     Structure,
 )
 
@@ -132,6 +133,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "exaone-moe": Architecture(EXAONE_MOE, sigmoid_router=True),
     "mimo2": Architecture(MIMO, sigmoid_router=True, counts_dense=False),
+    "step35": Architecture(STEP, names={"output_gate": "attn_gate"}, sigmoid_router=True, counts_dense=False),
     "hy_v3": Architecture(HEAD_NORMS, suffixes={"router_bias": ""}, sigmoid_router=True, counts_dense=False),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),

@@ -19,7 +19,8 @@ from fastinfer.models.gguf_latent import latent_attention, latent_scale
 from fastinfer.models.gguf_mimo import mimo_config, mimo_sizes
 from fastinfer.models.gguf_rope import query_growth, rope_scaling
 from fastinfer.models.gguf_states import state_layers, state_sizes
-from fastinfer.models.structure import GEMMA4, MIMO, NEMOTRON_H, periodic_windows
+from fastinfer.models.gguf_step import step_config, step_sizes
+from fastinfer.models.structure import NEMOTRON_H, periodic_windows
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
@@ -40,7 +41,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         )
     family = ARCHITECTURES[architecture]
     structure = family.structure
-    known = gemma4_sizes(file) if structure is GEMMA4 else mimo_sizes(file) if structure is MIMO else {}
+    sizes = {"gemma4": gemma4_sizes, "mimo2": mimo_sizes, "step35": step_sizes}.get(architecture)
+    known = {} if sizes is None else sizes(file)
 
     def size(key: str, default: int | None = None) -> int:
         if key in known:
@@ -162,9 +164,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         scale = 0.5 if config.shared_intermediate_size else 1.0
         unrotated = config.unrotated_layers - config.dense_layers
         return replace(config, experts_scale=scale, unrotated_layers=unrotated)
-    if structure is MIMO:
-        return mimo_config(file, config)
-    return gemma4_config(file, config) if structure is GEMMA4 else config
+    finish = {"gemma4": gemma4_config, "mimo2": mimo_config, "step35": step_config}.get(architecture)
+    return config if finish is None else finish(file, config)
 
 
 def _dense_layers(file: GGUFFile, architecture: str, num_layers: int) -> frozenset[int]:

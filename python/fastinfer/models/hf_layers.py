@@ -37,6 +37,16 @@ def attention_windows(fields: JsonFields, name: str, family: Family, num_layers:
     return periodic_windows(window, period, num_layers)
 
 
+def require_window(fields: JsonFields) -> None:
+    """Refuse a file without the length of windows that some of its layers have.
+
+    Raises:
+        CheckpointFormatError: it has none.
+    """
+    if SLIDING in fields.get("layer_types", list, [SLIDING]) and fields.values.get("sliding_window") is None:
+        raise CheckpointFormatError(f"{fields.path}: sliding_window is missing")
+
+
 def _local_layers(fields: JsonFields, num_layers: int) -> list[bool]:
     """Return which layers have a window by a pattern of letters that repeats, as in EXAONE 4: local and global.
 

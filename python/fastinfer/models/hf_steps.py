@@ -12,6 +12,8 @@ from fastinfer.models.hf_factors import afmoe_config, granite_config, hyperclova
 from fastinfer.models.hf_falcon_h1 import falcon_h1_config, prepare_falcon_h1
 from fastinfer.models.hf_gemma4 import gemma4_config, prepare_gemma4
 from fastinfer.models.hf_indexer import deepseek_v32_config, glm_dsa_config
+from fastinfer.models.hf_laguna import laguna_config, laguna_structure, prepare_laguna
+from fastinfer.models.hf_layers import require_window
 from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
 from fastinfer.models.hf_llama4 import llama4_config, prepare_llama4
 from fastinfer.models.hf_mimo import mimo_config, prepare_mimo
@@ -19,6 +21,7 @@ from fastinfer.models.hf_nemotron import nemotron_h_config, prepare_nemotron_h
 from fastinfer.models.hf_olmo_hybrid import olmo_hybrid_config, prepare_olmo_hybrid
 from fastinfer.models.hf_phimoe import phimoe_config, phimoe_structure, prepare_phimoe
 from fastinfer.models.hf_states import prepare_granite_hybrid
+from fastinfer.models.hf_step import prepare_step, step_config
 from fastinfer.models.stored_layers import StoredLayers
 from fastinfer.models.structure import Structure
 
@@ -87,6 +90,10 @@ def _nanochat_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
     return replace(config, rope_scaling=replace(config.rope_scaling, attention_factor=1.0))
 
 
+def _kolibri_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
+    return replace(config, router=replace(config.router, biased_logits=True))
+
+
 _GEMMA = {"use_bidirectional_attention": False}
 _GEMMA4 = Steps(prepare=prepare_gemma4, finish=gemma4_config)
 _GRANITE = Steps(finish=granite_config)
@@ -94,6 +101,21 @@ _NO_ATTENTION_BIAS = {"attention_bias": False}
 # Which the families' own code does not read.
 _DSA = {"rope_interleave": True, "mlp_bias": False}
 _RENORMALIZED = Steps({"norm_topk_prob": True})
+_STEP = Steps(
+    {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_head_wise_attn_gate": True,
+        "use_moe_router_bias": True,
+        "norm_expert_weight": True,
+        "moe_router_activation": "sigmoid",
+        "zero_centered": True,
+        "sink": False,
+        "use_rope_layers": [],
+    },
+    prepare=prepare_step,
+    finish=step_config,
+)
 
 STEPS: dict[str, Steps] = {
     "AfmoeForCausalLM": Steps(_NO_ATTENTION_BIAS, finish=afmoe_config),
@@ -125,6 +147,13 @@ STEPS: dict[str, Steps] = {
     "HunYuanMoEV1ForCausalLM": Steps(prepare=prepare_hunyuan_moe),
     "HyperCLOVAXForCausalLM": Steps(structure=_hyperclovax_structure, finish=hyperclovax_config),
     "HYV3ForCausalLM": Steps({"mlp_bias": False}),
+    "Kolibri1ForCausalLM": Steps(prepare=require_window, finish=_kolibri_config),
+    "LagunaForCausalLM": Steps(
+        {"attention_bias": False, "moe_apply_router_weight_on_input": False},
+        prepare_laguna,
+        laguna_structure,
+        laguna_config,
+    ),
     "Lfm3ForCausalLM": Steps(_NO_ATTENTION_BIAS, prepare_lfm3, lfm3_structure, lfm3_config),
     "Llama4ForCausalLM": Steps(prepare=prepare_llama4, finish=llama4_config),
     "MiMoV2FlashForCausalLM": Steps(prepare=prepare_mimo, finish=mimo_config),
@@ -142,5 +171,6 @@ STEPS: dict[str, Steps] = {
     "PhiForCausalLM": Steps({"qk_layernorm": False, "tie_word_embeddings": False}),
     **dict.fromkeys(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), _RENORMALIZED),
     "Qwen3VLMoeForConditionalGeneration": _RENORMALIZED,
+    **dict.fromkeys(("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"), _STEP),
     "StableLmForCausalLM": Steps({"qk_layernorm": False, "use_parallel_residual": False}),
 }

@@ -47,7 +47,9 @@ def _cos_sin_caches(checkpoint: Checkpoint, positions: int, device: str) -> tupl
     """Compute the rotary tables of the layers without and with a window, which are often the same."""
     config, factors = checkpoint.config, None
     if "rope_factors" in checkpoint:
-        factors = checkpoint.vector("rope_factors", config.rotary_dim // 2)
+        # There are as many as the layers that rotate most elements have pairs.
+        stored = checkpoint.vector("rope_factors", max(config.rotary_dim, config.local_rotary_dim) // 2)
+        factors = stored[: config.rotary_dim // 2]
     sizes = config.rotary_dim, positions
     try:
         table = ops.cos_sin_cache(*sizes, config.rope_theta, config.rope_scaling, factors)
