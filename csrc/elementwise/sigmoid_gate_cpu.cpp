@@ -6,9 +6,8 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
-// log(1 + exp(x)) = max(x, 0) + log(1 + y), y = exp(-|x|), to within 3 ulp, and log(1 + y) = 2 artanh(s), s = y / (2 +
-// y)
-// <= 1 / 3, of which the series has eight terms. NaN of NaN.
+// log(1 + exp(x)) = max(x, 0) + log(1 + y), y = exp(-|x|), to within 3 ulp. log(1 + y) is 2 artanh(s), where s is
+// y / (2 + y) <= 1 / 3, of which the series has eight terms. NaN of NaN.
 FASTINFER_INLINE f32v softplus(f32v x) {
   const f32v y = exp(select(x > 0.0f, -x, x)), s = y / (2.0f + y), square = s * s;
   f32v series = broadcast(1.0f / 15.0f);
