@@ -46,6 +46,7 @@ BENCHES = [
     "activation",
     "add_lora",
     "linear_attention",
+    "select_tokens",
 ]
 # Files of tests.
 REHEARSED = ["test_softcap", "test_merge_attention_states", "test_route_experts", "test_cuda_placement"]

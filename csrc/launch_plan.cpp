@@ -1,9 +1,11 @@
 #include "launch_plan.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "attention/paged_attention_plan.h"
 #include "attention/select_pages_plan.h"
+#include "attention/select_tokens_plan.h"
 #include "attention/store_kv_cache_plan.h"
 #include "gemm/gemm_plan.h"
 #include "linear_attention/gated_delta_rule_plan.h"
@@ -85,6 +87,19 @@ LaunchPlan plan_select_pages(const Sizes& sizes, const Device& device) {
   };
 }
 
+LaunchPlan plan_select_tokens(const Sizes& sizes, const Device& device) {
+  const auto p = cuda::plan_select_tokens(sizes.at("tokens"), static_cast<int>(sizes.at("heads")),
+                                          static_cast<int>(sizes.at("head_dim")), sizes.at("positions"),
+                                          std::min(sizes.at("top_k"), sizes.at("positions")), device);
+  LaunchPlan plan{
+      .facts = {{"parts", p.parts}, {"tokens_at_once", p.group}},
+      .workspace_bytes = p.group * p.stride * static_cast<int64_t>(sizeof(uint32_t)),
+      .launches = {{"choose_tokens", p.choose}},
+  };
+  if (p.stride > 0) plan.launches.insert(plan.launches.begin(), {"score_tokens", p.score});
+  return plan;
+}
+
 // The others need no scratch memory. 16-bit elements, in rows that allow 16-byte accesses.
 constexpr int kVector = 8;
 constexpr size_t kRowSharedBytes = 256;  // two numbers a warp, as rms_norm.cu has it
@@ -161,6 +176,9 @@ const std::vector<Policy>& policies() {
       {"select_pages",
        {{"tokens", 0}, {"q_heads", 1}, {"kv_heads", 1}, {"head_dim", 1}, {"max_blocks", 0}},
        plan_select_pages},
+      {"select_tokens",
+       {{"tokens", 0}, {"heads", 1}, {"head_dim", 1}, {"positions", 0}, {"top_k", 1}},
+       plan_select_tokens},
       {"rms_norm", {{"rows", 0}, {"hidden", 1}}, plan_rms_norm},
       {"add_lora", {{"tokens", 0}, {"out", 1}, {"max_rank", 1}}, plan_add_lora},
       {"gated_delta_rule",

@@ -10,6 +10,8 @@
 
 #include <cfloat>
 
+#include "attention/seen_positions_cuda.h"
+#include "attention/select_largest_cuda.h"
 #include "common/cuda/arrival.h"
 #include "common/cuda/dtype.h"
 #include "common/cuda/launch.h"
@@ -20,28 +22,8 @@
 namespace fastinfer::cuda {
 namespace {
 
-constexpr int kDigits = 256;  // of a weight's bits, eight at a time
-
-// What a token sees.
-struct SeenPages {
-  const int32_t* blocks = nullptr;  // a row of the block table
-  int position = -1;
-  int count = 0;
-
-  __device__ SeenPages(const SelectPagesParams& p, int64_t token) {
-    if (token >= p.query_start[p.seqs]) return;  // padding, which belongs to no sequence
-    int64_t seq = 0, end = p.seqs;               // the last sequence that begins at or before the token
-    while (end - seq > 1) {
-      const int64_t middle = (seq + end) / 2;
-      p.query_start[middle] <= token ? seq = middle : end = middle;
-    }
-    blocks = p.block_table + seq * p.max_blocks;
-    // A length beyond the block table, which nobody has checked, must not lead to writes beyond the workspace.
-    const int64_t own = p.seq_lens[seq] - p.query_start[seq + 1] + token, most = p.max_blocks * p.block_size;
-    position = static_cast<int>(own < most ? own : most - 1);
-    count = position < 0 ? 0 : position / p.block_size + 1;
-  }
-};
+// Of weights' bits, which are in the order of the weights, as these are not negative.
+using Choice = SelectLargest<kSelectThreads, kSelectDigitBits>;
 
 // Selects the pages of one KV head of a token, by one block or by a part of them.
 class PageSelection {
@@ -54,9 +36,8 @@ class PageSelection {
         head_(static_cast<int>(blockIdx.x % p.kv_heads)),
         bounds_(p.workspace + static_cast<int64_t>(blockIdx.x) * group_ * p.max_blocks),
         queries_(reinterpret_cast<float*>(dynamic_shared())),
-        numbers_(queries_ + max(group_ * 2 * p.head_dim, kDigits)),
-        softmax_(numbers_ + 2 * kSelectWarps),
-        found_(reinterpret_cast<int*>(softmax_ + 2 * group_)) {}
+        numbers_(queries_ + max(group_ * 2 * p.head_dim, static_cast<int>(kSelectLargestBytes / sizeof(float)))),
+        softmax_(numbers_ + kSelectWarps) {}
 
   // Writes the bounds of the pages of this part. Returns true in the block that comes last.
   template <class T, int kOwn>
@@ -74,19 +55,15 @@ class PageSelection {
   __device__ void choose(int32_t* out) const {
     const int chosen = p_.width - kFirstPages - kLastPages;
     weigh();
-    const Limit limit = find_limit(chosen);
     if (threadIdx.x == 0) out[0] = blocks_[-kFirstPages];
     if (threadIdx.x < kLastPages) out[kFirstPages + chosen + threadIdx.x] = blocks_[count_ + threadIdx.x];
-    write(limit, out + kFirstPages);
+    const Choice choice(reinterpret_cast<int*>(queries_));
+    const auto weight = [&](int page) { return __float_as_uint(bounds_[page]); };
+    const auto put = [&](int place, int page) { out[kFirstPages + place] = blocks_[page]; };
+    choice.for_each_selected(count_, choice.find_limit(count_, chosen, weight), weight, put);
   }
 
  private:
-  // Pages with larger weights are chosen, and of those with this weight the first `equal` ones.
-  struct Limit {
-    uint32_t weight;  // its bits, which are in the order of the weights, as these are not negative
-    int equal;
-  };
-
   __device__ static int lane() {
     return static_cast<int>(threadIdx.x % kWarpSize);
   }
@@ -95,9 +72,6 @@ class PageSelection {
   }
   __device__ float* bounds_of(int head) const {
     return bounds_ + head * p_.max_blocks;
-  }
-  __device__ uint32_t weight_bits(int page) const {
-    return __float_as_uint(bounds_[page]);
   }
 
   // queries_[group][2][head_dim]: the negative and the positive elements.
@@ -183,73 +157,6 @@ class PageSelection {
     });
   }
 
-  // The weight of rank `chosen`, from its highest digit to the lowest by counting the pages that have each digit.
-  __device__ Limit find_limit(int chosen) const {
-    auto* const counts = reinterpret_cast<int*>(queries_);
-    Limit limit{0, chosen};
-    for (int shift = 24; shift >= 0; shift -= 8) {
-      __syncthreads();
-      if (threadIdx.x < kDigits) counts[threadIdx.x] = 0;
-      __syncthreads();
-      for_each_page([&](int page) {
-        const uint32_t bits = weight_bits(page);
-        const bool same = shift == 24 || (bits ^ limit.weight) >> (shift + 8) == 0;
-        if (same) atomicAdd(counts + (bits >> shift) % kDigits, 1);
-      });
-      __syncthreads();
-      if (warp() == 0) find_digit(counts, limit.equal);
-      __syncthreads();
-      limit.weight |= static_cast<uint32_t>(found_[0]) << shift;
-      limit.equal -= found_[1];
-    }
-    return limit;
-  }
-
-  // The digit of the page of this rank in descending order, and the number of pages with larger ones. One warp.
-  __device__ void find_digit(const int* counts, int rank) const {
-    constexpr int kOwn = kDigits / kWarpSize;
-    const int* const own = counts + kDigits - kOwn * (lane() + 1);
-    int end = 0;
-    for (int i = 0; i < kOwn; ++i) end += own[i];
-    int above = -end;
-    for (int step = 1; step < kWarpSize; step *= 2) {
-      const int other = __shfl_up_sync(kFullMask, end, step);
-      if (lane() >= step) end += other;
-    }
-    above += end;
-    if (above >= rank || end < rank) return;
-    int i = kOwn - 1;
-    for (; above + own[i] < rank; --i) above += own[i];
-    found_[0] = static_cast<int>(own - counts) + i;
-    found_[1] = above;
-  }
-
-  // A chosen page's place is the number of chosen ones before it.
-  __device__ void write(const Limit& limit, int32_t* out) const {
-    auto* const larger_of = reinterpret_cast<int*>(numbers_);
-    auto* const equal_of = larger_of + kSelectWarps;
-    const unsigned below = (1u << lane()) - 1;
-    int larger = 0, equal = 0;  // pages before this round's
-    for (int first = 0; first < count_; first += static_cast<int>(blockDim.x)) {
-      const int page = first + static_cast<int>(threadIdx.x);
-      const uint32_t bits = page < count_ ? weight_bits(page) : 0;
-      const bool is_larger = page < count_ && bits > limit.weight, is_equal = page < count_ && bits == limit.weight;
-      const unsigned larger_lanes = __ballot_sync(kFullMask, is_larger);
-      const unsigned equal_lanes = __ballot_sync(kFullMask, is_equal);
-      __syncthreads();
-      if (lane() == 0) larger_of[warp()] = __popc(larger_lanes), equal_of[warp()] = __popc(equal_lanes);
-      __syncthreads();
-      int larger_before = larger + __popc(larger_lanes & below), equal_before = equal + __popc(equal_lanes & below);
-      for (int i = 0; i < kSelectWarps; ++i) {
-        if (i < warp()) larger_before += larger_of[i], equal_before += equal_of[i];
-        larger += larger_of[i], equal += equal_of[i];
-      }
-      if (is_larger || (is_equal && equal_before < limit.equal)) {
-        out[larger_before + min(equal_before, limit.equal)] = blocks_[page];
-      }
-    }
-  }
-
   __device__ float block_max(float value) const {
     value = warp_max(value);
     if (lane() == 0) numbers_[warp()] = value;
@@ -268,7 +175,6 @@ class PageSelection {
   int group_, head_;
   float* bounds_;  // [group][max_blocks]
   float *queries_, *numbers_, *softmax_;
-  int* found_;  // a digit and a number
 };
 
 template <class T, int kOwn>
@@ -277,14 +183,15 @@ __global__ void __launch_bounds__(kSelectThreads, kSelectBlocks)
   grid_dependency_wait();
   grid_dependency_launch();
   const int64_t token = blockIdx.x / p.kv_heads;
-  const SeenPages seen(p, token);
+  const SeenPositions seen(p, token);
+  const int seen_pages = (seen.count + p.block_size - 1) / p.block_size;
   int32_t* const out = p.pages + static_cast<int64_t>(blockIdx.x) * p.width;
-  const int pages = min(seen.count, p.width);
+  const int pages = min(seen_pages, p.width);
   if (blockIdx.x % p.kv_heads == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
-    p.lens[token] = max(seen.position + 1 - (seen.count - pages) * p.block_size, 0);
+    p.lens[token] = seen.count - (seen_pages - pages) * p.block_size;
   }
-  if (seen.count > p.width) {
-    const PageSelection selection(p, seen.blocks, seen.count);
+  if (seen_pages > p.width) {
+    const PageSelection selection(p, seen.blocks, seen_pages);
     if (selection.bound<T, kOwn>()) selection.choose(out);
   } else if (blockIdx.y == 0) {
     for (int i = static_cast<int>(threadIdx.x); i < pages; i += kSelectThreads) out[i] = seen.blocks[i];

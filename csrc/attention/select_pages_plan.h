@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "attention/select_largest_plan.h"
 #include "common/dtype.h"
 #include "common/launch_config.h"
 
@@ -15,6 +16,8 @@ namespace fastinfer::cuda {
 inline constexpr int kSelectThreads = 256;
 inline constexpr int kSelectBlocks = 3;  // that a multiprocessor has registers for
 inline constexpr int kSelectWarps = kSelectThreads / 32;
+inline constexpr int kSelectDigitBits = 8;  // of a weight
+inline constexpr size_t kSelectLargestBytes = select_largest_bytes(kSelectThreads, kSelectDigitBits);
 
 struct SelectPagesPlan {
   int lanes;  // lanes of a warp that share a page's bounds: a power of two
@@ -42,10 +45,9 @@ inline SelectPagesPlan plan_select_pages(int64_t tokens, int q_heads, int kv_hea
   const int64_t blocks = kSelectBlocks * device.multiprocessors;
   const int64_t parts = std::clamp<int64_t>(blocks / std::max<int64_t>(heads, 1), 1, rounds);
   const size_t group = q_heads / kv_heads;
-  // The queries and, once they are not needed any more, a histogram; numbers of each warp and head; a digit and a
-  // number.
+  // The queries and, once they are not needed any more, what selection takes; numbers of each warp and head.
   const size_t shared =
-      (std::max<size_t>(group * 2 * head_dim, 256) + 2 * kSelectWarps + 2 * group + 4) * sizeof(float);
+      std::max(group * 2 * head_dim * sizeof(float), kSelectLargestBytes) + (kSelectWarps + 2 * group) * sizeof(float);
   if (shared > device.shared_bytes) {
     throw std::runtime_error("select_pages: " + std::to_string(group) + " query heads of a KV head with head_dim " +
                              std::to_string(head_dim) + " need " + std::to_string(shared) +

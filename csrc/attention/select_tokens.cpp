@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor> select_tokens(const Tensor& q, const Tensor& weights,
   check.rows_contiguous(weights, "weights");
   const int64_t width = std::min(top_k, max_blocks * block_size);
   const Tensor slots = new_tensor(block_table, {tokens, width}), lens = new_tensor(block_table, {tokens});
-  const SelectTokensParams params{
+  SelectTokensParams params{
       .q = q.data_ptr(),
       .weights = weights.data_ptr(),
       .keys = keys.data_ptr(),
@@ -62,14 +62,25 @@ std::tuple<Tensor, Tensor> select_tokens(const Tensor& q, const Tensor& weights,
       .dtype = dtype,
       .key_dtype = check.float_dtype(keys, "keys"),
   };
+  if (const cuda::Device* const gpu = gpu_of(q)) {
+    check.require(dtype != DType::kFloat32, "q must be bfloat16 or float16 on CUDA, got float32");
+    check.require(params.key_dtype == dtype, "keys must be, as q, ", name(q.scalar_type()), " on CUDA, got ",
+                  name(keys.scalar_type()));
+    check.require(reinterpret_cast<uintptr_t>(params.keys) % 16 == 0, "keys must be aligned to 16 bytes");
+    params.plan = cuda::plan_select_tokens(tokens, params.heads, params.head_dim, max_blocks * block_size, width, *gpu);
+    const Tensor workspace = new_tensor(block_table, {params.plan.group * params.plan.stride});
+    params.workspace = static_cast<uint32_t*>(workspace.data_ptr());
+    FASTINFER_LAUNCH(q, select_tokens, params);
+    return {slots, lens};
+  }
   check_ragged(check, params.query_start, params.seq_lens, seqs, tokens, max_blocks * block_size);
-  cpu::launch(&cpu::select_tokens, params);
+  FASTINFER_LAUNCH(q, select_tokens, params);
   return {slots, lens};
 }
 
 }  // namespace
 
-FASTINFER_CPU_OPERATORS(m) {
+FASTINFER_OPERATORS(m) {
   m.impl("select_tokens", TORCH_BOX(&select_tokens));
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "attention/select_tokens_plan.h"
 #include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
@@ -30,8 +31,15 @@ struct SelectTokensParams {
   int head_dim;
   DType dtype;  // of q and weights
   DType key_dtype;
+  // CUDA only:
+  uint32_t* workspace = nullptr;  // [plan.group, plan.stride]: scores of the tokens of a group
+  cuda::SelectTokensPlan plan{};
 };
 
 }  // namespace fastinfer
 
 FASTINFER_CPU_KERNEL(select_tokens, SelectTokensParams)
+
+namespace fastinfer::cuda {
+FASTINFER_API void select_tokens(const SelectTokensParams& params, void* stream);
+}

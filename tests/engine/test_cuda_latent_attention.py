@@ -14,7 +14,7 @@ from torch import Tensor
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.models.batch import Batch
-from fastinfer.models.config import LatentAttentionConfig, Precision
+from fastinfer.models.config import IndexerConfig, LatentAttentionConfig, Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.unsanitized
 device = device_fixture("cuda", "emulated")
 
 SIZES = {
-    "num_layers": 2,
+    "num_layers": 3,
     "num_heads": 5,
     "num_kv_heads": 1,
     "head_dim": 320,
@@ -35,7 +35,13 @@ SIZES = {
     "query_length": 20,
     "interleaved_rope": True,
 }
-CHECKPOINT = RandomCheckpoint(replace(CONFIG, **SIZES), lambda _, values: int4(values))  # type: ignore[arg-type]
+# The tokens that a token reads: all, or those that an indexer chooses, in the last layer that of the one before.
+READS = {"all": None, "chosen": IndexerConfig(3, 72, 20, interleaved_rope=False, layers=(0, 1, 1))}
+CHECKPOINTS = {
+    name: RandomCheckpoint(replace(CONFIG, **SIZES, indexer=indexer), lambda _, values: int4(values))  # type: ignore[arg-type]
+    for name, indexer in READS.items()
+}
+reads = pytest.mark.parametrize("reads", READS)
 BLOCK_SIZE = 16
 TEXT = [(7 * i + i // 5) % VOCAB_SIZE for i in range(60)]
 
@@ -58,19 +64,21 @@ def logits_of_text(model: Decoder, dtype: torch.dtype, device: str) -> Tensor:
             logits_indices=torch.tensor([end - begin - 1], device=device),
             state_reads=None,
             state_writes=None,
+            row_start=torch.arange(end - begin + 1, dtype=torch.int32, device=device),
         )
         found.append(model.logits(model.forward(batch, cache), batch.logits_indices).float().cpu())
     return torch.cat(found)
 
 
 @pytest.fixture
-def expected() -> Tensor:
+def expected(reads: str) -> Tensor:
     """What the CPU gives in fp32; to be asked for before ``device`` replaces its kernels."""
-    return logits_of_text(load_decoder(CHECKPOINT, Precision.of("float32"), None), torch.float32, "cpu")
+    return logits_of_text(load_decoder(CHECKPOINTS[reads], Precision.of("float32"), None), torch.float32, "cpu")
 
 
-def test_logits_are_close_to_the_cpus(expected: Tensor, device: str) -> None:
-    model = load_decoder(CHECKPOINT, Precision.of("float16", "cuda"), None, device)
+@reads
+def test_logits_are_close_to_the_cpus(reads: str, expected: Tensor, device: str) -> None:
+    model = load_decoder(CHECKPOINTS[reads], Precision.of("float16", "cuda"), None, device)
     logits = logits_of_text(model, torch.float16, device)
     assert ((logits - expected).norm(dim=1) < 0.02 * expected.norm(dim=1)).all()
 
@@ -79,9 +87,9 @@ PROMPTS = [[(5 * i + 3 * j) % VOCAB_SIZE for j in range(length)] for i, length i
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=2)
 
 
-def answers(device: str, times: int = 1, **limits: Any) -> list[Any]:
+def answers(reads: str, device: str, times: int = 1, **limits: Any) -> list[Any]:
     options = {"block_size": 8, "num_kv_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 96} | limits
-    model = load_decoder(CHECKPOINT, Precision.of("float16", "cuda"), None, device)
+    model = load_decoder(CHECKPOINTS[reads], Precision.of("float16", "cuda"), None, device)
     config = EngineConfig(
         device=device, deterministic=True, enforce_eager=True, kv_cache_dtype=torch.float16, **options
     )
@@ -93,9 +101,10 @@ def answers(device: str, times: int = 1, **limits: Any) -> list[Any]:
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
 
 
-def test_deterministic(device: str) -> None:
+@reads
+def test_deterministic(reads: str, device: str) -> None:
     """Not a bit depends on how a request is computed."""
-    expected = answers(device, max_num_seqs=1, enable_prefix_caching=False)
-    assert answers(device) == expected
-    assert answers(device, max_num_batched_tokens=19) == expected
-    assert answers(device, times=2) == expected  # prefix hits
+    expected = answers(reads, device, max_num_seqs=1, enable_prefix_caching=False)
+    assert answers(reads, device) == expected
+    assert answers(reads, device, max_num_batched_tokens=19) == expected
+    assert answers(reads, device, times=2) == expected  # prefix hits

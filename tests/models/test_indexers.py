@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import expected, load, make_model, save_model, some_tokens
 from support.helpers import assert_bitwise
+from support.mixed_decoder import CONFIG
 from support.teacher_forcing import log_probabilities
 
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import kv_cache_size
+from fastinfer.engine.kv_cache_size import Room
 from fastinfer.errors import FastinferError, RequestError, UnsupportedModelError
-from fastinfer.models.config import IndexerConfig
+from fastinfer.models.config import IndexerConfig, LatentAttentionConfig
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.models.hf_mtp import HFMTPCheckpoint
@@ -170,12 +172,20 @@ def test_tensors_of_another_shape_are_named(name: str, shape: tuple[int, ...], t
         load(tmp_path)
 
 
-def test_other_devices_are_refused(tmp_path: Path) -> None:
-    save_model(tmp_path, "deepseek-v3.2")
-    config, options = HFCheckpoint(tmp_path).config, EngineConfig(device="cuda", num_kv_blocks=8)
-    message = "device must be cpu for a model that attends to chosen tokens, got 'cuda'"
+@pytest.mark.parametrize(("head_dim", "is_taken"), [(64, True), (128, True), (20, False), (136, False)])
+def test_heads_that_gpus_take(head_dim: int, is_taken: bool) -> None:
+    options, room = EngineConfig(device="cuda", num_kv_blocks=8, kv_cache_dtype=torch.bfloat16), Room(2**30, 2**30)
+    sizes = LatentAttentionConfig(96, 256, 64, 64, 64)
+    indexer = IndexerConfig(3, head_dim, 20, interleaved_rope=False, layers=(0, 0, 0))
+    config = replace(CONFIG, num_kv_heads=1, head_dim=320, latent_attention=sizes, indexer=indexer)
+    if is_taken:
+        assert kv_cache_size(options, [config], room).num_blocks == (8,)
+        return
+    message = (
+        f"on device 'cuda' the heads of indexers must have a multiple of 8 and at most 128 elements, got {head_dim}"
+    )
     with pytest.raises(RequestError, match=message):
-        kv_cache_size(replace(options, kv_cache_dtype=torch.bfloat16), [config])
+        kv_cache_size(options, [config], room)
 
 
 def test_layers_for_multi_token_prediction_are_refused(tmp_path: Path) -> None:

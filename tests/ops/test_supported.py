@@ -339,7 +339,7 @@ def test_operators_of_the_cpu_alone() -> None:
         name.format(bits)
         for name in ("int{}_gemm", "grouped_int{}_gemm", "int{}_pack", "int{}_dequantize")
         for bits in (5, 6)
-    } | {"select_tokens"}
+    }
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")
         assert support.devices(op) == "CPU"

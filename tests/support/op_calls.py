@@ -216,9 +216,9 @@ def sparse_attention_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ..
     ragged = int32(4, 6, 0, 3, 5, 1, 2)[None], int32(105), int32(0, 3)
     yield "select_pages", (q, bounds, *ragged, 16, 4, 0.125)
     yield "select_pages", (q.float(), bounds, *ragged, 16, 9, 0.125)
+    index, weights = k_cache[:, :, :1].contiguous(), torch.randn(3, 6)[:, 1:5]
+    yield "select_tokens", (q, weights.bfloat16(), index, *ragged, 9)
     if cpu_alone:
-        index, weights = k_cache[:, :, :1].contiguous(), torch.randn(3, 6)[:, 1:5]
-        yield "select_tokens", (q, weights.bfloat16(), index, *ragged, 9)
         yield "select_tokens", (q.float(), weights, index, *ragged, 103)  # the first token reads all
     pages = int32(0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4).view(3, 2, 2), int32(32, 17, 5), int32(0, 1, 2, 3)
     yield "paged_attention", (q, k_cache, v_cache, *pages, 0.125, 0, 0.0, None, None, None, None, None)

@@ -34,6 +34,7 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 
 # Of latents and of rotated elements in the kernels of a GPU, see fastinfer.ops.paged_attention.
 GPU_LATENT_SIZES = ((256, 64), (512, 64))
+MAX_GPU_INDEX_DIM = 128  # see fastinfer.ops.select_tokens
 
 
 def kv_cache_size(
@@ -86,13 +87,11 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
         models: configurations of the model and of the draft model, if there is one; one of them has latent attention.
 
     Raises:
-        RequestError: a GPU does not support the choice of tokens, the sizes or the dtype of the cache.
+        RequestError: a GPU does not support the sizes or the dtype of the cache.
     """
     device = next((device for device in sorted(config.devices) if device != "cpu"), None)
     if device is None:
         return
-    if any(model.indexer is not None for model in models):
-        raise RequestError(f"device must be cpu for a model that attends to chosen tokens, got {device!r}")
     if config.kv_cache_dtype in QUANTIZED_DTYPES:
         raise RequestError(
             f"kv_cache_dtype must be auto, bfloat16 or float16 for a model with latent attention on device "
@@ -103,6 +102,12 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
             raise RequestError(
                 f"on device {device!r} latents and rotated elements must have one of the sizes "
                 f"{GPU_LATENT_SIZES}, got {(sizes.rank, sizes.rotary_dim)}"
+            )
+    for indexer in (model.indexer for model in models):
+        if indexer is not None and (indexer.head_dim % 8 or indexer.head_dim > MAX_GPU_INDEX_DIM):
+            raise RequestError(
+                f"on device {device!r} the heads of indexers must have a multiple of 8 and at most {MAX_GPU_INDEX_DIM} "
+                f"elements, got {indexer.head_dim}"
             )
 
 

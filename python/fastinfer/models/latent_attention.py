@@ -24,11 +24,13 @@ class LatentPlan:
         attention: how the attention is divided on a GPU, see :func:`fastinfer.ops.paged_attention_plan`.
         rows: rows of each head in products with a matrix per head.
         chosen: the tokens that the last indexer has chosen; ``None`` if all are read.
+        sparse: like ``attention``, for chosen tokens, as many in all layers; ``None`` before the first choice.
     """
 
     attention: Tensor
     rows: ops.HeadRows
     chosen: ChosenTokens | None = None
+    sparse: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +154,9 @@ class LatentAttention:
             )
         assert batch.row_start is not None
         # Each token is a sequence of its own, with blocks of a single slot.
+        if plan.sparse is None:
+            plan.sparse = ops.paged_attention_plan(plan.chosen.lens, batch.row_start, *self.plan_sizes)
         k, v = (rows.flatten(0, 1)[:, None] for rows in (cache.k, cache.v))
         scales = None if cache.k_scale is None else cache.k_scale.flatten(0, 1)[:, None]
-        return ops.paged_attention(
-            q, k, v, *plan.chosen, batch.row_start, scale=self.scale, k_scale=scales, v_scale=scales
-        )
+        options = {"scale": self.scale, "k_scale": scales, "v_scale": scales, "plan": plan.sparse}
+        return ops.paged_attention(q, k, v, *plan.chosen, batch.row_start, **options)

@@ -136,14 +136,15 @@ def select_tokens(
     result on the CPU is bitwise that of dense attention.
 
     Args:
-        q: [tokens, heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
-            contiguous.
+        q: [tokens, heads, head_dim]; fp32, bf16 or fp16, on CUDA bf16 or fp16 with a head_dim that is a multiple of 8
+            and at most 128; may be a strided view whose last two dimensions are contiguous.
         weights: [tokens, heads], dtype of ``q``; may be a strided view whose last dimension is contiguous.
-        keys: [num_blocks, block_size, 1, head_dim]; fp32, bf16 or fp16, one key of each cached token for all heads.
+        keys: [num_blocks, block_size, 1, head_dim]; fp32, bf16 or fp16, on CUDA the dtype of ``q``; one key of each
+            cached token for all heads.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
         seq_lens: [seqs] int32; cached length of each sequence, including all of its queries.
         query_start: [seqs + 1] int32; cumulative query counts. There may be more queries than ``tokens``, which are
-            then the first of them.
+            then the first of them; on CUDA also fewer, and the other tokens read nothing.
         top_k: number of tokens that a query reads at most.
 
     Returns:
@@ -151,10 +152,11 @@ def select_tokens(
         int32, whose entries past the length are undefined, and how many these are, [tokens] int32.
 
     Raises:
-        RuntimeError: a shape, dtype, device or stride does not fit; ``top_k`` is not positive; lengths contradict each
-            other, or a block is outside the cache.
+        RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit; ``top_k`` is not positive; on CUDA
+            the keys are not aligned to 16 bytes, or the heads do not fit into shared memory; on the CPU also lengths
+            that contradict each other, and blocks outside the cache.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1, without the constant factor of all scores.
 

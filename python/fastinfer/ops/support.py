@@ -17,7 +17,10 @@ CUDA_LATENT_HEAD_DIMS = (320, 576)  # of keys whose first elements are the value
 
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 EXCHANGES = ("all_gather", "all_gather_rows", "all_reduce", "all_reduce_add_rms_norm")
-NOT_YET_RUN = "not yet run on several GPUs"  # but between streams of one
+NOT_YET_RUN = {
+    "not yet run on several GPUs": EXCHANGES,  # but between streams of one
+    "not yet run on a GPU": ("select_tokens",),
+}
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,6 @@ ON_BOTH = {
 
 # Operators without a CUDA kernel.
 ON_CPU = {
-    "select_tokens": Support(cache_dtype=FLOATS, head_dim=ANY),
     "int5_gemm": INT4_WEIGHT,
     "grouped_int5_gemm": INT4_WEIGHT,
     "int5_pack": PACK4,
@@ -134,6 +136,10 @@ TABLE: dict[str, dict[str, Support]] = {
     "select_pages": {
         "cpu": Support(head_dim=range(8, MOST, 8)),
         "cuda": Support(head_dim=range(8, 513, 8)),
+    },
+    "select_tokens": {
+        "cpu": Support(cache_dtype=FLOATS, head_dim=ANY),
+        "cuda": Support(HALVES, cache_dtype=(SAME,), head_dim=range(8, 129, 8)),
     },
     **{op: {"cpu": DENSE, "cuda": CUDA_DENSE} for op in ("gemm", "grouped_gemm")},
     **{op: {"cpu": INT8_WEIGHT, "cuda": _on_cuda(INT8_WEIGHT)} for op in ("int8_gemm", "grouped_int8_gemm")},
@@ -224,7 +230,7 @@ def _values(support: Support, name: str, first: torch.dtype) -> range | tuple[ob
 def devices(op: str) -> str:
     """Return the devices of an operator, as in its docstring: ``"CPU, CUDA"``."""
     on = ", ".join(DEVICES[device] for device, support in TABLE[op].items() if support.dtype)
-    return f"{on} ({NOT_YET_RUN})" if op in EXCHANGES else on
+    return next((f"{on} ({remark})" for remark, names in NOT_YET_RUN.items() if op in names), on)
 
 
 def cell(op: str, device: str) -> str:
@@ -258,8 +264,8 @@ def markdown() -> str:
                 _integers(support.activation_bits),
             ]
             rows.append([f"`{op}`", ", ".join(names), *columns])
-    note = f"{', '.join(f'`{op}`' for op in EXCHANGES)}: {NOT_YET_RUN}."
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", note])
+    notes = [f"{', '.join(f'`{op}`' for op in names)}: {remark}." for remark, names in NOT_YET_RUN.items()]
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", " ".join(notes)])
 
 
 def _dtypes(dtypes: tuple[torch.dtype | str, ...] | None, uint8: str = "uint8") -> str:
