@@ -101,6 +101,7 @@ FAMILIES = (
     "lfm2",
     "lfm2-moe",
     "step3.7",
+    "glm-dsa",
 )
 
 

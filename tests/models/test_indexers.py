@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import expected, load, make_model, save_model, some_tokens
+from support.gguf_model_file import write_gguf
 from support.helpers import assert_bitwise
 from support.mixed_decoder import CONFIG
 from support.teacher_forcing import log_probabilities
@@ -18,7 +20,9 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import kv_cache_size
 from fastinfer.engine.kv_cache_size import Room
 from fastinfer.errors import FastinferError, RequestError, UnsupportedModelError
+from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import IndexerConfig, LatentAttentionConfig
+from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.models.hf_mtp import HFMTPCheckpoint
@@ -186,6 +190,48 @@ def test_heads_that_gpus_take(head_dim: int, is_taken: bool) -> None:
     )
     with pytest.raises(RequestError, match=message):
         kv_cache_size(options, [config], room)
+
+
+def gguf_file(folder: Path, **changes: Any) -> GGUFFile:
+    """The metadata of a GGUF file with these changes of keys of attention; ``None`` removes one."""
+    write_gguf(folder / "model.gguf", make_model("glm-dsa"))
+    file = GGUFFile(folder / "model.gguf")
+    for key, value in changes.items():
+        file.metadata[name := f"glm-dsa.attention.{key}"] = value
+        if value is None:
+            del file.metadata[name]
+    return file
+
+
+def test_gguf_layers_that_share_an_indexer(tmp_path: Path) -> None:
+    """In files that do not say it, the tensors do; there may be a value for a layer for multi-token prediction, too."""
+    for types in ([True, True, False, False, True], None):
+        array = None if types is None else np.array(types)
+        config = read_gguf_config(gguf_file(tmp_path, **{"indexer.types": array}))
+        assert config.indexer == IndexerConfig(24, 20, 12, interleaved_rope=True, layers=(0, 1, 1, 1, 4))
+    file = gguf_file(tmp_path, **{"indexer.types": np.array([True] * 5)})
+    file.metadata["glm-dsa.nextn_predict_layers"] = 1
+    config = read_gguf_config(file)
+    assert config.indexer is not None
+    assert config.indexer.layers == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lora_rank": None}, "glm-dsa.attention.q_lora_rank is missing, which indexers need"),
+        ({"indexer.top_k": None}, "glm-dsa.attention.indexer.top_k"),
+        ({"indexer.head_count": 0}, "glm-dsa.attention.indexer.head_count': expected 1 to"),
+        ({"indexer.key_length": 7}, "glm-dsa.attention.indexer.key_length': expected 8 to"),
+        ({"indexer.types": np.array([True] * 4)}, "glm-dsa.attention.indexer.types: expected 5 values"),
+        ({"indexer.types": np.array([False] * 5)}, "expected an indexer in the first layer, got none"),
+        ({"indexer.types": True}, "glm-dsa.attention.indexer.types': expected ndarray"),
+    ],
+)
+def test_gguf_files_that_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(FastinferError, match=message) as caught:
+        read_gguf_config(gguf_file(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
 
 
 def test_layers_for_multi_token_prediction_are_refused(tmp_path: Path) -> None:

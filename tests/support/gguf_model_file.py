@@ -67,6 +67,7 @@ ARCHITECTURES = {
     "glm4_moe": ("glm4moe", gguf.MODEL_ARCH.GLM4_MOE),
     "deepseek_v2": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "deepseek_v3": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "glm_moe_dsa": ("glm-dsa", gguf.MODEL_ARCH.GLM_DSA),
     "mistral4": ("mistral4", gguf.MODEL_ARCH.MISTRAL4),
     "glm4_moe_lite": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "youtu": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
@@ -103,7 +104,7 @@ PERMUTED = (
     "nemotron_h_moe",
     "olmo",
 )
-LATENT = ("deepseek2", "mistral4")
+LATENT = ("deepseek2", "glm-dsa", "mistral4")
 WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "cohere2moe", "mellum", "gpt-oss")
 WINDOWED += ("afmoe", "exaone-moe", "mimo2", "step35")
 
@@ -444,6 +445,12 @@ def _write_latent_attention(writer: gguf.GGUFWriter, config: Any, is_fused: bool
         writer.add_value_length_mla(heads[1])
     if "mscale_all_dim" in rope:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if config.model_type == "glm_moe_dsa":
+        writer.add_indexer_head_count(config.index_n_heads)
+        writer.add_indexer_key_length(config.index_head_dim)
+        writer.add_indexer_top_k(config.index_topk)
+        # Newer than gguf's tables.
+        writer.add_array("glm-dsa.attention.indexer.types", [kind == "full" for kind in config.indexer_types])
     if config.model_type == "youtu":  # without experts, but the keys are there
         writer.add_leading_dense_block_count(config.num_hidden_layers)
         writer.add_expert_feed_forward_length(config.intermediate_size)

@@ -107,6 +107,13 @@ _DFLASH = {
     for name in ("fc", "selector_hidden", "selector_predecessor", "selector_successor", "markov_w1", "markov_w2")
 }
 
+_INDEXER = {
+    "index_q_proj": "indexer.attn_q_b",
+    "index_k_proj": "indexer.attn_k",
+    "index_k_norm": "indexer.k_norm",
+    "index_weights": "indexer.proj",
+}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(permuted=True),
     "mistral3": Architecture(permuted=True),
@@ -137,6 +144,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hy_v3": Architecture(HEAD_NORMS, suffixes={"router_bias": ""}, sigmoid_router=True, counts_dense=False),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
+    "glm-dsa": Architecture(LATENT, names=_INDEXER, sigmoid_router=True),
     "mistral4": Architecture(LATENT, renormalizes=False),
     "minicpm3": Architecture(MINICPM3),
     # Draft heads.
