@@ -254,6 +254,9 @@ def latent_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "latent_rotary_store", (*x, torch.ones(rank), 1e-6, positions, rotary, True, None, rows, None, positions)
         q, ragged = torch.randn(tokens, heads, rank + rotary_dim).bfloat16(), torch.tensor([0, tokens]).int()
         yield "paged_attention", (q, rows, rows[..., :rank], *tables, ragged, 0.1, 0, 0.0, *[None] * 5)
+        index, weights = torch.randn(tokens, 32, 128).bfloat16(), torch.randn(tokens, 32).bfloat16()
+        keys = torch.randn(length // block, block, 1, 128).bfloat16()
+        yield "select_tokens", (index, weights, keys, *tables, ragged, 40)
 
 
 def sampling(count: int) -> tuple[torch.Tensor, ...]:

@@ -35,13 +35,14 @@ SIZES = {
     "query_length": 20,
     "interleaved_rope": True,
 }
-# The tokens that a token reads: all, or those that an indexer chooses, in the last layer that of the one before.
-READS = {"all": None, "chosen": IndexerConfig(3, 72, 20, interleaved_rope=False, layers=(0, 1, 1))}
+# The tokens that a token reads: all, or those that an indexer chooses, in the last layer that of the one before; which
+# are all again if no text is longer.
+CHOOSES = IndexerConfig(3, 72, 20, interleaved_rope=False, layers=(0, 1, 1))
+READS = {"all": None, "chosen": CHOOSES, "all of a short text": replace(CHOOSES, top_k=96)}
 CHECKPOINTS = {
     name: RandomCheckpoint(replace(CONFIG, **SIZES, indexer=indexer), lambda _, values: int4(values))  # type: ignore[arg-type]
     for name, indexer in READS.items()
 }
-reads = pytest.mark.parametrize("reads", READS)
 BLOCK_SIZE = 16
 TEXT = [(7 * i + i // 5) % VOCAB_SIZE for i in range(60)]
 
@@ -76,7 +77,7 @@ def expected(reads: str) -> Tensor:
     return logits_of_text(load_decoder(CHECKPOINTS[reads], Precision.of("float32"), None), torch.float32, "cpu")
 
 
-@reads
+@pytest.mark.parametrize("reads", READS)
 def test_logits_are_close_to_the_cpus(reads: str, expected: Tensor, device: str) -> None:
     model = load_decoder(CHECKPOINTS[reads], Precision.of("float16", "cuda"), None, device)
     logits = logits_of_text(model, torch.float16, device)
@@ -101,7 +102,7 @@ def answers(reads: str, device: str, times: int = 1, **limits: Any) -> list[Any]
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
 
 
-@reads
+@pytest.mark.parametrize("reads", ["all", "chosen"])
 def test_deterministic(reads: str, device: str) -> None:
     """Not a bit depends on how a request is computed."""
     expected = answers(reads, device, max_num_seqs=1, enable_prefix_caching=False)

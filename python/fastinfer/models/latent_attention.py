@@ -158,5 +158,14 @@ class LatentAttention:
             plan.sparse = ops.paged_attention_plan(plan.chosen.lens, batch.row_start, *self.plan_sizes)
         k, v = (rows.flatten(0, 1)[:, None] for rows in (cache.k, cache.v))
         scales = None if cache.k_scale is None else cache.k_scale.flatten(0, 1)[:, None]
-        options = {"scale": self.scale, "k_scale": scales, "v_scale": scales, "plan": plan.sparse}
-        return ops.paged_attention(q, k, v, *plan.chosen, batch.row_start, **options)
+        return ops.paged_attention(
+            q,
+            k,
+            v,
+            *plan.chosen,
+            batch.row_start,
+            scale=self.scale,
+            k_scale=scales,
+            v_scale=scales,
+            plan=plan.sparse,
+        )
