@@ -54,7 +54,8 @@ class TokenScorer {
     const T* const weights = static_cast<const T*>(p_.weights) + token * p_.weight_stride;
     const bool aligned = (reinterpret_cast<uintptr_t>(p_.q) | p_.q_stride * sizeof(T)) % 16 == 0;
     for (int i = static_cast<int>(threadIdx.x); i < heads_ * kChunks; i += kScoreThreads) {
-      const int head = i / kChunks, chunk = i % kChunks;
+      const int head = i / (kGroups * kWarpSize) * 8 + i % kWarpSize / 4;
+      const int chunk = i / kWarpSize % kGroups * 4 + i % 4;
       Vector<T, 8> v{};
       if (head < p_.heads && chunk * 8 < p_.head_dim) {
         const T* const from = q + int64_t{head} * p_.head_dim + chunk * 8;
@@ -64,7 +65,7 @@ class TokenScorer {
           for (int j = 0; j < 8; ++j) v.values[j] = from[j];
         }
       }
-      store_vector(reinterpret_cast<T*>(queries_ + fragment(head / 8, chunk / 4, head % 8 * 4 + chunk % 4)), v);
+      store_vector(reinterpret_cast<T*>(queries_ + i), v);
     }
     for (int i = static_cast<int>(threadIdx.x); i < heads_; i += kScoreThreads) {
       weights_[i] = i < p_.heads ? to_float(weights[i]) : 0.0f;
@@ -115,10 +116,6 @@ class TokenScorer {
   __device__ static int lane() {
     return static_cast<int>(threadIdx.x % kWarpSize);
   }
-  // Where 16 bytes of a lane lie: elements of one of eight heads.
-  __device__ static int fragment(int eight, int group, int lane) {
-    return (eight * kGroups + group) * kWarpSize + lane;
-  }
 
   // This lane's elements of a key.
   __device__ void load_key(const SeenPositions& seen, int position, Words (&key)[kGroups]) const {
@@ -136,7 +133,7 @@ class TokenScorer {
   __device__ void multiply(const Words (&keys)[kTiles][2][kGroups], int eight, float (&products)[kTiles][4]) const {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      const Words q = queries_[fragment(eight, group, lane())];
+      const Words q = queries_[(eight * kGroups + group) * kWarpSize + lane()];
 #pragma unroll
       for (int step = 0; step < 4; step += 2) {
 #pragma unroll
@@ -151,7 +148,7 @@ class TokenScorer {
 
   const SelectTokensParams& p_;
   const int heads_;  // with those of zeros
-  Words* queries_;   // in the order of fragments
+  Words* queries_;   // [heads / 8][kGroups][lanes]
   float* weights_;
 };
 

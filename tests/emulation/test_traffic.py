@@ -54,6 +54,8 @@ KNOWN_COSTS = {
     # One warp that writes a struct every so many bytes, and broadcasts of eight bytes.
     "global attention/paged_attention_plan.cu paged_attention_plan_kernel": 2.0,
     "shared attention/paged_attention_plan.cu inclusive_sum": 2.0,
+    # Weights of index heads, eight bytes that eight lanes share.
+    "shared attention/select_tokens.cu score": 2.0,
     # A lane's weights of eight channels, 64 bytes of bf16: what the first 16 bytes leave the others find in the L1.
     "global linear_attention/causal_conv1d.cu load_filter": 2.0,
     # Lanes share rows of keys, or columns of x; and eight fp32 to a lane, 32 bytes apart.
@@ -64,6 +66,8 @@ KNOWN_COSTS = {
     # Rows of experts, in the order of the routing.
     "global moe/route_experts.cu sort": 1.8,
     # Tables and lists whose places depend on the values.
+    "shared attention/select_largest_cuda.h find_limit": 2.7,
+    "global attention/select_tokens.cu choose_tokens_kernel": 1.15,
     "shared sampling/sample_select_cuda.h sort": 2.3,
     "global sampling/sample_part_cuda.h each_part": 2.0,
     "global sampling/sample_part_cuda.h list": 2.2,
