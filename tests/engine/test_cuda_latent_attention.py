@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_cuda_graph import use_fakes, use_graphs
 from support.helpers import device_fixture
 from support.mixed_decoder import CONFIG
 from support.random_checkpoint import RandomCheckpoint, int4
@@ -88,24 +89,30 @@ PROMPTS = [[(5 * i + 3 * j) % VOCAB_SIZE for j in range(length)] for i, length i
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=2)
 
 
-def answers(reads: str, device: str, times: int = 1, **limits: Any) -> list[Any]:
+def answers(reads: str, device: str, times: int = 1, *, with_graphs: bool = False, **limits: Any) -> list[Any]:
     options = {"block_size": 8, "num_kv_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 96} | limits
     model = load_decoder(CHECKPOINTS[reads], Precision.of("float16", "cuda"), None, device)
+    is_eager = device == "cpu" or not with_graphs  # graphs of the emulator are fakes
     config = EngineConfig(
-        device=device, deterministic=True, enforce_eager=True, kv_cache_dtype=torch.float16, **options
+        device=device, deterministic=True, enforce_eager=is_eager, kv_cache_dtype=torch.float16, **options
     )
     engine = Engine(model, ToyTokenizer(), config)  # type: ignore[arg-type]
+    engine = use_graphs(engine) if device == "cpu" and with_graphs else engine
     for _ in range(times):
         ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
         outputs = drain(engine)
     check_blocks(engine)
+    assert not with_graphs or engine.stats().num_eager_steps == engine.stats().num_failed_graphs == 0
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
 
 
 @pytest.mark.parametrize("reads", ["all", "chosen"])
-def test_deterministic(reads: str, device: str) -> None:
+def test_deterministic(reads: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a bit depends on how a request is computed."""
+    if device == "cpu":
+        use_fakes(monkeypatch)
     expected = answers(reads, device, max_num_seqs=1, enable_prefix_caching=False)
     assert answers(reads, device) == expected
     assert answers(reads, device, max_num_batched_tokens=19) == expected
     assert answers(reads, device, times=2) == expected  # prefix hits
+    assert answers(reads, device, with_graphs=True) == expected  # most steps are padded
