@@ -266,7 +266,7 @@ UNMODELLED = {
     r"paged_attention_plan_kernel": "reads a few integers of each sequence",
     r"route_experts_kernel": "reads a few logits of each token",
     r"select_pages_kernel": "reads a page's bounds once for any number of heads, then chooses",
-    r"score_tokens_kernel": "multiplies a key with any number of heads, whose loop is that of the work",
+    r"score_tokens_kernel": "multiplies keys with any number of heads, in a loop over these",
     r"choose_tokens_kernel": "reads a token's scores five times, from the L2 or memory",
     r"store_page_bounds_kernel": "reads one page of many tokens",
     r"sort_rows_kernel": "reads a number per token and expert",
