@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import torch
 from emulation import build
 
-from fastinfer import hub
+from fastinfer import _C, hub
+from fastinfer.utils.torch_threads import set_num_threads
 
 WORKER_MEMORY = 3 << 30  # bytes that a worker needs at most
 
@@ -62,6 +64,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     workers = max(1, min(cores * 3 // 2, memory // WORKER_MEMORY))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # programs that a test starts with more threads do not spin
     return workers
 
 
@@ -72,6 +75,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = chosen(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Undo what a command such as ``bench --threads 2`` sets in this process: the numbers of threads.
+
+    The barriers of torch's threads spin, where as many workers as cores or more run tests: small products then take ten
+    times as long, in all tests that come after.
+    """
+    before, of_torch = _C.get_num_threads(), torch.get_num_threads()
+    try:
+        return (yield)
+    finally:
+        set_num_threads(before)
+        torch.set_num_threads(of_torch)
 
 
 def pytest_collection_finish() -> None:
