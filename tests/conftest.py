@@ -92,7 +92,16 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         torch.set_num_threads(of_torch)
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end. Engines collect garbage, which takes less time without them."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay until the end. Engines collect garbage, which takes less time without them.
+
+    To look for garbage among what stays takes a seventh of the time in which each worker collects the tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 from support.tiny_folder import write_tiny_folder
 
 from fastinfer import LLM, SamplingParams
@@ -30,6 +29,8 @@ def texts_of(model: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", MODULES)
 def test_texts_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model  # not in each worker: takes two seconds
+
     """In one batch with requests without an adapter, from the prefix cache, and after the weights were away."""
     folder = write_tiny_folder(tmp_path / "tiny", family)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

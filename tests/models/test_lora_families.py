@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.families import load, make_model, some_tokens
 from support.gguf_model_file import write_gguf
@@ -276,6 +275,13 @@ def randomize(model: Any, seed: int) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5)
 
 
+def peft_model(base: Any, **settings: Any) -> Any:
+    """A model with a new adapter by PEFT, whose import takes two seconds: not wherever this file is collected."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(base, LoraConfig(**settings))
+
+
 def peft_log_probabilities(model: Any) -> Tensor:
     with torch.inference_mode():
         return model(torch.tensor([some_tokens()])).logits[0].log_softmax(-1)
@@ -302,7 +308,7 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
     base = make_model(family)
     base.save_pretrained(tmp_path / "model")
     plain = peft_log_probabilities(base)
-    peer = get_peft_model(base, LoraConfig(lora_alpha=6, **settings))
+    peer = peft_model(base, lora_alpha=6, **settings)
     randomize(peer, seed=1)
     peer.save_pretrained(tmp_path / "adapter")
     expected = peft_log_probabilities(peer)
@@ -320,7 +326,7 @@ def test_gguf_files(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
     base = make_model(family)
     write_gguf(tmp_path / "model.gguf", base)
-    peer = get_peft_model(base, LoraConfig(lora_alpha=6, **settings))
+    peer = peft_model(base, lora_alpha=6, **settings)
     randomize(peer, seed=1)
     peer.save_pretrained(tmp_path / "adapter")
     checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"), exact=True)
@@ -363,6 +369,8 @@ def test_experts_that_were_modules(family: str, names: dict[str, str], tmp_path:
         "task_type": "CAUSAL_LM",
     }
     (adapter / "adapter_config.json").write_text(json.dumps(values))
+    from peft import PeftModel
+
     plain = peft_log_probabilities(base)
     peer = PeftModel.from_pretrained(base, adapter)
     expected = peft_log_probabilities(peer)
@@ -381,7 +389,7 @@ def two_adapters(family: str, folder: Path) -> Decoder:
     for seed, case in enumerate(name for name in CASES if CASES[name][0] == family):
         base = make_model(family)
         base.save_pretrained(folder / "model")
-        peer = get_peft_model(base, LoraConfig(lora_alpha=6, **CASES[case][1]))
+        peer = peft_model(base, lora_alpha=6, **CASES[case][1])
         randomize(peer, seed)
         peer.save_pretrained(folder / str(seed))
     return with_adapters(folder / "model", folder / "0", folder / "1")
@@ -464,7 +472,7 @@ def test_weights_that_the_model_lacks(case: str, change: Any, named: str, tmp_pa
     family, settings = CASES[case]
     base = make_model(family)
     base.save_pretrained(tmp_path / "model")
-    get_peft_model(base, LoraConfig(**(settings | {"rank_pattern": {}}))).save_pretrained(tmp_path)
+    peft_model(base, **(settings | {"rank_pattern": {}})).save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     save_file(change(load_file(file)), file)
     with pytest.raises(AdapterError, match=named):

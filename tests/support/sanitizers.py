@@ -46,7 +46,8 @@ def environment(sanitizer: str, libraries: Sequence[Path] = ()) -> dict[str, str
     process from its start, before ``libraries``."""
     # AddressSanitizer looks for what throws exceptions when it starts.
     preload = [library(RUNTIMES[sanitizer]), library("libstdc++.so.6"), *map(str, libraries)]
-    return os.environ | OPTIONS | {"LD_PRELOAD": ":".join(preload)}
+    # Torch's own threads, which are not examined, would spin at their barriers while as many jobs as cores run.
+    return os.environ | OPTIONS | {"LD_PRELOAD": ":".join(preload), "OMP_WAIT_POLICY": "passive"}
 
 
 def library(name: str) -> str:
