@@ -35,11 +35,7 @@ def main(arguments: list[str]) -> int:
             f"{sanitizer} {part}/{PARTS}",
             sanitizer,
             [*selection, *arguments],
-            variables={
-                "FASTINFER_EMULATION": sanitizer,
-                "FASTINFER_EMULATION_PART": f"{part}/{PARTS}",
-                "OMP_NUM_THREADS": "1",  # of the CPU's kernels and of torch; emulated ones have none
-            },
+            variables={"FASTINFER_EMULATION": sanitizer, "FASTINFER_EMULATION_PART": f"{part}/{PARTS}"},
         )
         for sanitizer in sanitizers.SANITIZERS
         for part in range(1, PARTS + 1)
