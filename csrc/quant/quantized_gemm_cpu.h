@@ -5,6 +5,8 @@
 // Lanes are weight rows, so no product ends in a horizontal sum.
 #pragma once
 
+#include <type_traits>
+
 #include "quant/quantized_blocks_cpu.h"
 #if defined(FASTINFER_TILES)
 #include "gemm/tile_gemm_cpu.h"
@@ -168,12 +170,19 @@ struct LinearValues {
 
 template <class Format, class Scale, int kBits>
 void run_integer_gemm(const QuantizedGemmParams& p, const Format& format) {
+  const auto run = [&]<class Kernel>(std::type_identity<Kernel>) {
+    run_gemm(p, Kernel{p, quantize_rows<typename Kernel::Run, kBits>(p), format});
+  };
 #if defined(FASTINFER_AVX512_VNNI)
-  using Kernel = VnniKernel<Format, Scale, kBits>;
+  constexpr bool kOneScale = Format::kScales == 1;
+  // Not for signed weights: 8 and 16 rows of 8-bit weights from memory would take 1.03 to 1.07 times as long.
+  if constexpr (kOneScale && kBits == 8 && Format::kSymmetricOffset != 0.0f) {
+    if (p.weight.mins == nullptr) return run(std::type_identity<VnniKernel<Format, Scale, kBits, false> >{});
+  }
+  run(std::type_identity<VnniKernel<Format, Scale, kBits, kOneScale> >{});
 #else
-  using Kernel = MaddKernel<Format, Scale, kBits>;
+  run(std::type_identity<MaddKernel<Format, Scale, kBits> >{});
 #endif
-  run_gemm(p, Kernel{p, quantize_rows<typename Kernel::Run, kBits>(p), format});
 }
 
 template <class Format, class Scale>

@@ -107,6 +107,24 @@ struct ByteRun<16> {
   }
 };
 
+// The same runs where 0 stands for -kZero, and no minimum adds this up: the difference, -kZero * (sum of x), is in the
+// start of their sums. |dot| stays below 2^22 on the way.
+template <int kZero>
+struct CentredByteRun : ByteRun<8> {
+  struct Multipliers : ByteRun<8>::Multipliers {
+    int32_t starts[2];
+  };
+
+  static Multipliers multipliers(const int32_t* m, const int32_t* sums) {
+    const int32_t offset = std::bit_cast<int32_t>(kOffset);
+    return {ByteRun<8>::multipliers(m, sums), {offset - kZero * sums[0], offset - kZero * sums[1]}};
+  }
+
+  FASTINFER_INLINE static i32v start(const Multipliers& m, int run, int, i32v) {
+    return i32v{} + m.starts[run];
+  }
+};
+
 // Runs with a scale of their own, of weights 0..63 that stand for -32..31. The difference, -32 * (sum of x), is in the
 // start of their sums, or in the bias of their multipliers.
 template <int kBits>
