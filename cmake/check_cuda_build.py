@@ -43,6 +43,7 @@ TENSOR_CORES = {
     "paged_attention_kernel": ("HMMA",),
     "paged_latent_attention_kernel": ("HMMA",),
     "gemm_kernel": ("HMMA", "HGMMA"),
+    "score_tokens_kernel": ("HMMA",),
     "w8a8_gemm_kernel": ("IMMA", "IGMMA"),
 }
 
@@ -52,6 +53,7 @@ SERIALISED = re.compile(r"\(C75\d\d\)")
 # Kernels without 16-byte loads, by the start of their name, with the reason. Of the others one variant must have them;
 # the other variants are for rows that are not aligned.
 NARROW_LOADS: dict[str, str] = {
+    "choose_tokens_kernel": "a thread per score, so that slots are written in order",
     "dequantize_kernel": "gathers a few rows a step: bound by latency",
     "expand_kernel": "a thread per column, so that a few rows of B spread over all multiprocessors",
     "gated_norm_kernel": "a head is a few elements per lane, in any row stride",

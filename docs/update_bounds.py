@@ -116,7 +116,7 @@ ROWS = [
     Row("`layer_norm`", r"layer_norm_kernel<bf16, 8, [14]>", measured=Measured("rms_norm", "fastinfer", r"layer_norm")),
     Row(
         "`activation_and_mul`",
-        r"activation_and_mul_kernel<bf16, 8>",
+        r"activation_and_mul_kernel<bf16, false, 8>",
         measured=Measured("activation", "fastinfer", r"\w+_and_mul"),
     ),
     Row("`rotary_embedding`", r"rotary_embedding_kernel<bf16, 8>"),
@@ -128,7 +128,7 @@ ROWS = [
     Row("`store_kv_cache`", r"store_kv_cache_kernel<bf16, 8>"),
     Row("`merge_attention_states`", r"merge_attention_states_kernel<bf16, 8>"),
     Row("`quantize_int8`", r"quantize_int8_kernel<bf16, 8>"),
-    Row("`sigmoid_gate`", r"sigmoid_gate_kernel<bf16, false, 8>"),
+    Row("`sigmoid_gate`", r"sigmoid_gate_kernel<bf16, false, false, 8>"),
     Row("`causal_conv1d` of a prompt", r"causal_conv1d_kernel<bf16, 8, 4, false>"),
     Row(
         "`gated_delta_rule`, decode",

@@ -25,7 +25,7 @@ __device__ float apply(Activation activation, float x) {
   }
 }
 
-template <class T, int kCount>
+template <class T, bool kLimited, int kCount>
 __global__ void activation_and_mul_kernel(ActivationAndMulParams p) {
   grid_dependency_wait();
   grid_dependency_launch();
@@ -34,20 +34,19 @@ __global__ void activation_and_mul_kernel(ActivationAndMulParams p) {
   const auto gate = load_vector<kCount>(static_cast<const T*>(p.x) + row * p.x_stride + i);
   Vector<T, kCount> up{}, out;
   if (p.up != nullptr) up = load_vector<kCount>(static_cast<const T*>(p.up) + row * p.up_stride + i);
-  if (p.activation == Activation::kClampedSwiglu) {  // apart, so that the others' instructions stay as few
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const GatedInputs inputs(p.activation, to_float(gate.values[j]), to_float(up.values[j]));
-      out.values[j] = from_float<T>(inputs.gate / (1.0f + expf(-inputs.gain * inputs.gate)) * inputs.up);
-    }
-  } else if (p.limit > 0.0f) {  // apart, too
+  if constexpr (kLimited) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const float activated = apply(p.activation, to_float(gate.values[j])), u = to_float(up.values[j]);
       // Comparisons, unlike fminf and fmaxf, keep NaN.
-      out.values[j] = from_float<T>((activated > p.limit ? p.limit : activated) * (u > p.limit    ? p.limit
-                                                                                   : u < -p.limit ? -p.limit
-                                                                                                  : u));
+      const float most = activated > p.limit ? p.limit : activated;
+      out.values[j] = from_float<T>(most * (u > p.limit ? p.limit : u < -p.limit ? -p.limit : u));
+    }
+  } else if (p.activation == Activation::kClampedSwiglu) {  // apart, so that the others' instructions stay as few
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const GatedInputs inputs(p.activation, to_float(gate.values[j]), to_float(up.values[j]));
+      out.values[j] = from_float<T>(inputs.gate / (1.0f + expf(-inputs.gain * inputs.gate)) * inputs.up);
     }
   } else {
 #pragma unroll
@@ -67,7 +66,9 @@ void launch_rows(const ActivationAndMulParams& p, void* stream) {
                             .block = static_cast<unsigned>(threads),
                             .grid_y = static_cast<unsigned>((vectors + threads - 1) / threads),
                             .dependent = true};
-  launch("activation_and_mul", activation_and_mul_kernel<T, kCount>, config, stream, p);
+  const auto kernel =
+      p.limit > 0.0f ? activation_and_mul_kernel<T, true, kCount> : activation_and_mul_kernel<T, false, kCount>;
+  launch("activation_and_mul", kernel, config, stream, p);
 }
 
 }  // namespace

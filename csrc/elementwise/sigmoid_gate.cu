@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kMostThreads = 256;
 
-template <class T, bool kGrouped, int kCount>
+template <class T, bool kGrouped, bool kSoftplus, int kCount>
 __global__ void sigmoid_gate_kernel(SigmoidGateParams p) {
   grid_dependency_wait();
   grid_dependency_launch();
@@ -28,7 +28,7 @@ __global__ void sigmoid_gate_kernel(SigmoidGateParams p) {
   } else {
     load_floats(gates + i, gate);
   }
-  if (p.softplus) {  // apart, so that a sigmoid's instructions stay as few
+  if constexpr (kSoftplus) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) x[j] *= fmaxf(gate[j], 0.0f) + log1pf(expf(-fabsf(gate[j])));
   } else {
@@ -46,7 +46,9 @@ void launch_rows(const SigmoidGateParams& p, void* stream) {
                             .block = static_cast<unsigned>(threads),
                             .grid_y = static_cast<unsigned>((vectors + threads - 1) / threads),
                             .dependent = true};
-  launch("sigmoid_gate", sigmoid_gate_kernel<T, kGrouped, kCount>, config, stream, p);
+  const auto kernel =
+      p.softplus ? sigmoid_gate_kernel<T, kGrouped, true, kCount> : sigmoid_gate_kernel<T, kGrouped, false, kCount>;
+  launch("sigmoid_gate", kernel, config, stream, p);
 }
 
 }  // namespace
