@@ -35,8 +35,29 @@ LINEAR = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+LATENT: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+}
 # Name to family in tests/support/families.py and its sizes: Qwen3.5, its mixture of experts, Gemma 4, DeepSeek-V2-Lite,
-# LFM2, LFM3, Granite 4 and gpt-oss.
+# the same with indexers of DeepSeek-V3.2, which choose among a benchmark's few tokens, LFM2, LFM3, Granite 4 and
+# gpt-oss.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated-delta-net": ("qwen3.5", LINEAR | {"intermediate_size": 6144}),
     "gated-delta-net-experts": (
@@ -60,28 +81,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 4,
         },
     ),
-    "latent-attention": (
-        "deepseek-v2",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 10944,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "q_lora_rank": 768,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "moe_intermediate_size": 1408,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.0,
-        },
+    "latent-attention": ("deepseek-v2", LATENT),
+    "sparse-latent-attention": (
+        "deepseek-v3.2",
+        LATENT | {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 32},
     ),
     "short-convolution": (
         "lfm2",
