@@ -199,17 +199,15 @@ def test_many_rows_are_summed_before_the_norm(device: str, make_peers: MakePeers
         assert_bitwise(got, expected)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_two_groups_exchange_at_the_same_time(size: int, device: str, make_peers: MakePeers) -> None:
+def test_two_groups_exchange_at_the_same_time(device: str, make_peers: MakePeers) -> None:
     """Those of a step's halves, with sums of different sizes, whichever of all streams is behind."""
-    lanes = [make_peers(size, slot_bytes=2**13, one_shot_bytes=2**11) for _ in range(2)]
+    size = 2  # few blocks at once: ThreadSanitizer keeps memory of each of their threads
+    lanes = [make_peers(size, slot_bytes=2**12, one_shot_bytes=2**11) for _ in range(2)]
     lane_of = {id(group): lane for lane, peers in enumerate(lanes) for group in peers.groups}
     weight = torch.randn(64, device=device)
     for slow in (-1, *range(size)):
         # More than a slot, several blocks, and single ones; the last sum of each group is followed by a norm.
-        parts = [
-            [torch.randn(size, rows, 64, device=device) for rows in counts] for counts in ([3, 150, 70], [41, 1, 9])
-        ]
+        parts = [[torch.randn(size, rows, 64, device=device) for rows in counts] for counts in ([3, 40, 9], [21, 1, 5])]
         own = [[x.clone() for x in some] for some in parts]
         residuals = [torch.zeros_like(some[-1]) for some in parts]
 
