@@ -1,5 +1,5 @@
-// Reductions that stay in registers: the lanes of four vectors at once, and one vector's maximum. Each
-// folds neighbours within 128 bits first, then halves, so that a vector's sum does not depend on its place.
+// Reductions that stay in registers: the lanes of four vectors at once, and one vector's maximum. Each folds neighbours
+// within 128 bits first, then halves, so that a vector's sum does not depend on its place.
 #pragma once
 
 #include <type_traits>
