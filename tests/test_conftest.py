@@ -1,4 +1,4 @@
-"""What tests/conftest.py does around each test."""
+"""Hooks of tests/conftest.py around each test."""
 
 from pathlib import Path
 

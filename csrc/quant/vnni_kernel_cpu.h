@@ -26,19 +26,9 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 template <class Format, class Scale, int kBits, bool kAddsMin>
 struct VnniKernel {
   static constexpr int kScales = Format::kScales;
-
-  static constexpr auto run_type() {
-    if constexpr (kScales == 2) {
-      return OffsetByteRun<kBits>{};
-    } else if constexpr (kAddsMin) {
-      return ByteRun<kBits>{};
-    } else {
-      static_assert(kBits == 8);
-      return CentredByteRun<static_cast<int>(Format::kSymmetricOffset)>{};
-    }
-  }
-
-  using Run = decltype(run_type());
+  static_assert(kScales == 2 || kAddsMin || kBits == 8);
+  using UnsignedRun = std::conditional_t<kAddsMin, ByteRun<kBits>, CentredByteRun<int(Format::kSymmetricOffset)> >;
+  using Run = std::conditional_t<kScales == 2, OffsetByteRun<kBits>, UnsignedRun>;
   using Block = ActivationBlock<Run>;
   static constexpr int kParts = Run::kParts;
   static constexpr int kMaxRows = 8;

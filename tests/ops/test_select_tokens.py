@@ -215,7 +215,7 @@ def test_more_tokens_than_are_scored_at_once() -> None:
 
 @on_gpus
 def test_groups_of_tokens(device: str) -> None:
-    """Of contexts so long that the scores of few tokens fit into memory at once; most of the table is never read."""
+    """Contexts are so long that the scores of few tokens fit into memory at once; most of the table is never read."""
     batch = make_batch([(1, 700), (4, 90)], 3, 1, 64, 16, torch.bfloat16, device=device)
     weights = torch.randn(5, 3, device=device).bfloat16()
     expected, _ = select(batch, weights, 40)

@@ -73,7 +73,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 def test_rows_that_alone_are_wanted_stay_whole(tmp_path: Path) -> None:
-    """Of a model whose last layers store nothing."""
+    """The model's last layers store nothing."""
     options = OPTIONS | {"enforce_eager": True}
     folder = write_tiny_folder(tmp_path, "gemma4-inputs")
     whole, ours = LLM(str(folder), **options), halved(folder, **options)

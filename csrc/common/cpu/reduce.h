@@ -14,28 +14,18 @@ typedef int32_t i32x4 __attribute__((vector_size(16)));
 template <class V>
 using Quarter = std::conditional_t<std::is_same_v<V, f32v>, f32x4, i32x4>;
 
-// Within 128 bits: a0 with a1, a2 with a3, b0 with b1, b2 with b3.
-template <class Combine>
-FASTINFER_INLINE auto fold_neighbours(f32x4 a, f32x4 b, Combine&& combine) {
-  return combine(__builtin_shuffle(a, b, (i32x4){0, 2, 4, 6}), __builtin_shuffle(a, b, (i32x4){1, 3, 5, 7}));
-}
-
-template <class Combine>
-FASTINFER_INLINE auto fold_neighbours(i32x4 a, i32x4 b, Combine&& combine) {
-  return combine(__builtin_shuffle(a, b, (i32x4){0, 2, 4, 6}), __builtin_shuffle(a, b, (i32x4){1, 3, 5, 7}));
-}
-
-#if defined(FASTINFER_VECTOR_SHUFFLES)
+// Within each 128 bits: a0 with a1, a2 with a3, b0 with b1, b2 with b3.
 template <class V, class Combine>
 FASTINFER_INLINE V fold_neighbours(V a, V b, Combine&& combine) {
-#if defined(FASTINFER_AVX512_VNNI)
+#if !defined(FASTINFER_VECTOR_SHUFFLES)
+  const i32x4 even = {0, 2, 4, 6};
+#elif defined(FASTINFER_AVX512_VNNI)
   const i32v even = {0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30};
 #else
   const i32v even = {0, 2, 8, 10, 4, 6, 12, 14};
 #endif
   return combine(__builtin_shuffle(a, b, even), __builtin_shuffle(a, b, even + 1));
 }
-#endif
 
 // The lanes of a, b, c and d, each combined to one.
 template <class V, class Combine>

@@ -122,7 +122,7 @@ def describe(
     layers, head_counts = range(config.num_layers), sorted({*config.layer_heads} or {config.num_heads})
     in_prefill = {heads: attended_positions(config, context, heads) for heads in head_counts}
     in_step = {heads: positions_of_last(config, context, layers, heads) for heads in head_counts}
-    every = positions_of_last(config, context, layers)
+    every = sum(in_step.values(), Counter[KVShape]())
     seen = {dtype: sum(count * token_bytes(shape, dtype) for shape, count in every.items()) for dtype in kv_dtypes}
     states = 2 * all_state_bytes(config)  # read and written
     steps = {

@@ -1,7 +1,7 @@
 """Measurement of what a layer takes on the GPUs of a group, when the engine starts; not yet run on several GPUs.
 
-Assumed is that all layers take about the same time. Of the exchanges the sums after attention and after the MLP are
-counted, not the few others of some models: with these, halves would hide more.
+It assumes that all layers take about the same time. It counts the sums after attention and after the MLP, but not the
+few other exchanges of some models: with these, halves would hide more.
 """
 
 from collections.abc import Callable
