@@ -8,6 +8,7 @@ from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.gguf_fields import check_length, sizes_by_layer, windows_by_layer
+from fastinfer.models.layer_values import with_heads, with_swiglu_limits
 
 PREFIX = "step35"
 _HEADS, _KV_HEADS = "attention.head_count", "attention.head_count_kv"
@@ -37,26 +38,17 @@ def step_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
         GGUFFormatError: numbers of query heads are no multiples of the KV heads, or limits are negative.
     """
     heads = sizes_by_layer(file, PREFIX, _HEADS)[: config.num_layers]
-    if odd := [count for count in heads if count % config.num_kv_heads]:
-        raise GGUFFormatError(
-            f"{file.path}: expected a multiple of {config.num_kv_heads} query heads in each layer, got {odd[0]}"
-        )
     rotary_dim = config.rotary_dim // 2
     if rotary_dim % 2 or not rotary_dim:
         raise GGUFFormatError(f"{file.path}: expected a rotary size that is a multiple of 4, got {config.rotary_dim}")
     limits, shared = (_limits(file, f"swiglu_clamp_{part}", config.num_layers) for part in ("exp", "shexp"))
-    # MLPs have those of shared experts.
-    limits = tuple(shared[n] if n in config.dense_layers else limit for n, limit in enumerate(limits))
+    config = with_swiglu_limits(with_heads(config, heads, file.path, GGUFFormatError), limits, shared)
     return replace(
         config,
-        num_heads=max(heads),
-        layer_heads=tuple(heads) if len(set(heads)) > 1 else (),
         windows=windows_by_layer(file, PREFIX)[: config.num_layers],
         rotary_dim=rotary_dim,
         local_rotary_dim=config.rotary_dim,
         local_rope_theta=file.get(f"{PREFIX}.rope.freq_base_swa", float, config.rope_theta, minimum=1.001),
-        swiglu_limits=limits if any(limits) else (),
-        shared_swiglu_limits=shared if any(shared) else (),
     )
 
 

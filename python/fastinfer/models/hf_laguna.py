@@ -5,9 +5,9 @@ from dataclasses import replace
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
-from fastinfer.models.hf_heads_by_layer import heads_by_layer
 from fastinfer.models.hf_layers import require_window
 from fastinfer.models.hf_states import FULL
+from fastinfer.models.layer_values import with_heads
 from fastinfer.models.structure import Structure
 
 _GATES = {True: True, "per-head": True, "per-element": False}
@@ -55,4 +55,5 @@ def laguna_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
             f"got {heads!r:.80}"
         )
     cap = fields.get("moe_router_logit_softcapping", float, 0.0, minimum=0.0, maximum=1e6)
-    return replace(heads_by_layer(fields, config, heads), router=replace(config.router, softcap=cap))
+    config = with_heads(config, heads, fields.path, CheckpointFormatError)
+    return replace(config, router=replace(config.router, softcap=cap))

@@ -1,14 +1,13 @@
 """Reading of the fields of config.json that only Step 3.5 and Step 3.7 have."""
 
-from dataclasses import replace
 from typing import Any
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
-from fastinfer.models.hf_heads_by_layer import heads_by_layer
 from fastinfer.models.hf_layers import require_window
 from fastinfer.models.hf_states import FULL, SLIDING
+from fastinfer.models.layer_values import with_heads, with_swiglu_limits
 
 # Lists that may go on with the layers that predict later tokens.
 _LISTS = (
@@ -60,13 +59,8 @@ def step_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
         said = [by_layer.object(str(layer)) or JsonFields(fields.path, {}, fields.error) for layer in layers]
         heads = [layer.get("num_attention_heads", int, config.num_heads, minimum=1, maximum=MAX_SIZE) for layer in said]
     limits, shared = (_limits(fields, key, config.num_layers) for key in ("swiglu_limits", "swiglu_limits_shared"))
-    # MLPs have those of shared experts.
-    limits = tuple(shared[n] if n in config.dense_layers else limit for n, limit in enumerate(limits))
-    return replace(
-        heads_by_layer(fields, config, heads),
-        swiglu_limits=limits if any(limits) else (),
-        shared_swiglu_limits=shared if any(shared) else (),
-    )
+    config = with_heads(config, heads, fields.path, CheckpointFormatError)
+    return with_swiglu_limits(config, limits, shared)
 
 
 def _sparse_layers(fields: JsonFields, count: int) -> set[int]:
