@@ -52,7 +52,6 @@ class BreakingProxy:
         url: the proxy's own address.
         break_after: number of bytes of an answer to a POST after which its connection breaks, once; ``None`` for never.
         breaks_again: whether every answer breaks there.
-        gate: event for which a break waits, such as that a client has got the beginning; ``None`` for none.
         is_silent: whether answers are lost, while connections stay open.
         num_broken: number of connections that it has broken.
     """
@@ -61,7 +60,6 @@ class BreakingProxy:
         self._target = url.removeprefix("http://").split(":")
         self.break_after: int | None = None
         self.breaks_again = False
-        self.gate: threading.Event | None = None
         self.is_silent = False
         self.num_broken = 0
         self._is_down = False
@@ -125,8 +123,6 @@ class BreakingProxy:
                     if num_bytes >= self.break_after:
                         writer.write(data[: len(data) - (num_bytes - self.break_after)])
                         await writer.drain()
-                        if self.gate is not None:
-                            await asyncio.to_thread(self.gate.wait, 20)
                         if not self.breaks_again:
                             self.break_after = None
                         self.num_broken += 1

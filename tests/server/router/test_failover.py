@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -26,17 +27,39 @@ BODIES = (
 
 
 def ask(url: str, path: str, body: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], Any, bytes]:
-    """A stream's choices, its usage, and its bytes."""
+    """Return a stream's choices, its usage, and its bytes."""
     answer = httpx.post(url + path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    assert answer.text.endswith("data: [DONE]\n\n")
+    return *parse(answer.text.split("\n\n")[:-1]), answer.content
+
+
+def ask_gated(url: str, path: str, body: dict[str, Any], model: GatedModel, break_off: Callable[[], None]) -> list[str]:
+    """Return the events of a stream that breaks off after five of them, whatever the load of the machine.
+
+    The model computes the next token when the last one's event has come, and the rest without pause after the break.
+    """
+    events = []
+    model.allow(1)
+    with httpx.stream("POST", url + path, json=body, timeout=60) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line)
+                model.allow(1)
+                if len(events) == 5:
+                    break_off()
+                    model.allow(200)
+    return events
+
+
+def parse(events: list[str]) -> tuple[dict[int, dict[str, Any]], Any]:
+    """Return the choices and the usage of a whole stream."""
+    assert events[-1] == "data: [DONE]"
     choices: dict[int, dict[str, Any]] = {}
     usage, ids = None, set()
-    for line in answer.text.splitlines():
-        if not line.startswith("data: {"):
-            continue
-        chunk = json.loads(line[6:])
-        assert "error" not in chunk, line
+    for event in events[:-1]:
+        chunk = json.loads(event.removeprefix("data: "))
+        assert "error" not in chunk, event
         ids.add((chunk["id"], chunk["created"]))
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
@@ -48,7 +71,7 @@ def ask(url: str, path: str, body: dict[str, Any]) -> tuple[dict[int, dict[str, 
             state["logprobs"] += logprobs.get("content") or logprobs.get("tokens") or []
     assert len(ids) == 1
     usage.pop("prompt_tokens_details")  # what is found in a cache depends on the replica
-    return choices, usage, answer.content
+    return choices, usage
 
 
 @pytest.mark.slow
@@ -95,33 +118,12 @@ def test_texts_of_different_models_are_not_mixed() -> None:
         router_server([first.url, two]) as (host, url),
     ):
         host.replicas[1].last_chosen = 1  # so that the first one is chosen
-        model.allow(1)
-        events = []
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
-            for line in response.iter_lines():
-                if not line:
-                    continue
-                events.append(line.removeprefix("data: "))
-                if len(events) == 15:
-                    first.set_down(True)
-                    model.allow(100)
-                model.allow(1)  # one token after the other
-    assert len(events) == 17
-    error = json.loads(events[15])["error"]
+        events = ask_gated(url, "/v1/completions", body, model, lambda: first.set_down(True))
+    assert len(events) == 7
+    error = json.loads(events[5].removeprefix("data: "))["error"]
     assert error["code"] == "replica_lost"
     assert "another replica wrote another text" in error["message"]
-    assert events[16] == "[DONE]"
-
-
-def stream_over_a_break(url: str, body: dict[str, Any], proxy: BreakingProxy) -> str:
-    """Return an answer whose connection breaks once its beginning has come."""
-    has_begun = proxy.gate = threading.Event()
-    with httpx.stream("POST", url, json=body, timeout=60) as response:
-        parts = []
-        for part in response.iter_text():
-            has_begun.set()
-            parts.append(part)
-    return "".join(parts)
+    assert events[6] == "data: [DONE]"
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
@@ -130,21 +132,29 @@ def test_other_streams_break_off(path: str) -> None:
     message = {"role": "user", "content": "hello"}
     body: dict[str, Any] = {"model": "toy", "stream": True, "temperature": 0}
     body |= {"messages": [message], "max_tokens": 60} if path == "/v1/messages" else {"input": [message]}
-    with toy_server() as (_, one), BreakingProxy(one) as first, router_server([first.url]) as (_, url):
-        size = len(httpx.post(url + path, json=body, timeout=60).content)
-        first.break_after = size // 2
-        with pytest.raises(httpx.RemoteProtocolError):
-            stream_over_a_break(url + path, body, first)
+    model = GatedModel()
+    with (
+        toy_server(model) as (_, one),
+        BreakingProxy(one) as first,
+        router_server([first.url]) as (_, url),
+        pytest.raises(httpx.RemoteProtocolError),
+    ):
+        ask_gated(url, path, body, model, lambda: first.set_down(True))
 
 
 def test_a_stream_waits_for_the_only_replica() -> None:
     body = {"prompt": "once", "max_tokens": 60, "stream": True, "ignore_eos": True, "temperature": 0}
     body["stream_options"] = {"include_usage": True}
-    with toy_server() as (_, one), BreakingProxy(one) as first, router_server([first.url]) as (_, url):
-        expected = ask(one, "/v1/completions", body)[:2]
-        first.break_after = 3000
-        assert ask(url, "/v1/completions", body)[:2] == expected
-        assert first.num_broken == 1
+    model = GatedModel()
+    with toy_server(model) as (_, one), BreakingProxy(one) as first, router_server([first.url]) as (_, url):
+
+        def break_off() -> None:
+            first.set_down(True)
+            threading.Timer(0.3, first.set_down, [False]).start()
+
+        events = ask_gated(url, "/v1/completions", body, model, break_off)
+        assert parse(events) == ask(one, "/v1/completions", body)[:2]
+        assert 'router_retries_total{reason="continued"} 1.0' in httpx.get(url + "/metrics").text
 
 
 def test_a_stream_that_a_shutdown_ends_goes_on_elsewhere() -> None:
