@@ -1,7 +1,7 @@
 """Sparse attention against dense attention: how far the next token's distribution moves, and the time of a decode step.
 
 Quality: of one long text the last tokens are computed as generated ones, each from the true tokens before it, and their
-distributions are compared with those of dense attention. The pages with the largest bounds compete with a window (the
+distributions are compared with those of dense attention. The pages with the largest estimates compete with a window (the
 first page and the last ones) and with random pages, of the same number.
 
 Time: decode steps of one sequence are recorded and replayed in turns, dense and sparse, on a cache of random numbers,
@@ -54,7 +54,7 @@ def random_pages(*arguments: Any) -> tuple[Tensor, Tensor]:
 def pages_by(
     scores_of: Callable[[tuple[int, int, int]], Tensor],
     q: Tensor,
-    bounds: Tensor,
+    codes: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
     query_start: Tensor,
@@ -65,7 +65,7 @@ def pages_by(
     """The first page, the last two, and those with the highest scores, [tokens, kv_heads, pages], in one sequence."""
     positions = seq_lens[0] - query_start[1] + torch.arange(len(q))
     page, last = torch.arange(block_table.shape[1]), (positions // block_size)[:, None, None]
-    scores = scores_of((len(q), bounds.shape[1], len(page)))
+    scores = scores_of((len(q), codes.shape[1], len(page)))
     scores = scores.masked_fill((page == 0) | (page >= last - 1), torch.inf).masked_fill(page > last, -torch.inf)
     chosen = scores.topk(num_pages).indices.sort().values
     lens = (num_pages - 1) * block_size + positions % block_size + 1
@@ -87,7 +87,7 @@ SETTINGS = [
     (16, 1 / 4, 20),
 ]
 
-METHODS = {"bounds": ops.select_pages, "window": window_pages, "random": random_pages}
+METHODS = {"estimates": ops.select_pages, "window": window_pages, "random": random_pages}
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Sequence:
         blocks = num_blocks_for(len(tokens), block_size)
         dtype = torch.float16
         cache = KVCache.of_model(
-            model.config, [blocks], block_size, dtype, "cpu", state_dtype=model.dtype, with_bounds=True
+            model.config, [blocks], block_size, dtype, "cpu", state_dtype=model.dtype, with_key_codes=True
         )
         return cls(model, cache, block_size, tokens)
 
@@ -117,15 +117,15 @@ class Sequence:
             slots = len(self.tokens)
             for target, source in ((own.k, layer.k), (own.v, layer.v)):
                 target.flatten(0, 1)[:slots] = source.flatten(0, 1)[:slots]
-            if own.bounds is not None:
-                ops.store_page_bounds(own.bounds, own.k, None, torch.arange(slots))
+            if own.key_codes is not None:
+                ops.store_key_codes(own.key_codes, own.k, None, torch.arange(slots))
         return other
 
     def attend_to_all_in(self, first_layers: int) -> "Sequence":
         """Let the first layers attend to everything."""
         for index, layer in enumerate(self.cache.layers[:first_layers]):
             assert isinstance(layer, LayerCache)
-            self.cache.layers[index] = replace(layer, bounds=None)
+            self.cache.layers[index] = replace(layer, key_codes=None)
         return self
 
     def batch(self, begin: int, end: int, num_pages: int | None = None) -> Batch:
@@ -248,13 +248,13 @@ def measure_settings(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def fill(cache: KVCache) -> None:
-    """Fill a cache with random keys and values, and make the bounds."""
+    """Fill a cache with random keys and values, and make the codes of the keys."""
     for layer in cache:
         assert isinstance(layer, LayerCache)
         layer.k.normal_()
         layer.v.normal_()
-        if layer.bounds is not None:
-            ops.store_page_bounds(layer.bounds, layer.k, None, torch.arange(layer.k.shape[0] * layer.k.shape[1]))
+        if layer.key_codes is not None:
+            ops.store_key_codes(layer.key_codes, layer.k, None, torch.arange(layer.k.shape[0] * layer.k.shape[1]))
 
 
 def report(results: dict[str, list[dict[str, Any]]]) -> str:

@@ -79,9 +79,10 @@ LaunchPlan plan_paged_attention(const Sizes& sizes, const Device& device) {
 LaunchPlan plan_select_pages(const Sizes& sizes, const Device& device) {
   const int64_t tokens = sizes.at("tokens"), q_heads = sizes.at("q_heads"), max_blocks = sizes.at("max_blocks");
   const auto p = cuda::plan_select_pages(tokens, static_cast<int>(q_heads), static_cast<int>(sizes.at("kv_heads")),
-                                         static_cast<int>(sizes.at("head_dim")), max_blocks, device);
+                                         static_cast<int>(sizes.at("head_dim")),
+                                         static_cast<int>(sizes.at("block_size")), max_blocks, device);
   return {
-      .facts = {{"lanes_per_page", p.lanes}, {"vectors_per_lane", p.own}, {"parts", p.parts}},
+      .facts = {{"lanes_per_page", p.lanes}, {"parts", p.parts}},
       .workspace_bytes = tokens * q_heads * max_blocks * static_cast<int64_t>(sizeof(float)),
       .launches = {{"select_pages", p.launch}},
   };
@@ -174,7 +175,7 @@ const std::vector<Policy>& policies() {
       {"w8a8_gemm", {{"m", 0}, {"n", 1}, {"k", 32}}, plan_w8a8_gemm},
       {"paged_attention", {{"seqs", 0}, {"head_dim", 1}}, plan_paged_attention},
       {"select_pages",
-       {{"tokens", 0}, {"q_heads", 1}, {"kv_heads", 1}, {"head_dim", 1}, {"max_blocks", 0}},
+       {{"tokens", 0}, {"q_heads", 1}, {"kv_heads", 1}, {"head_dim", 1}, {"block_size", 1}, {"max_blocks", 0}},
        plan_select_pages},
       {"select_tokens",
        {{"tokens", 0}, {"heads", 1}, {"head_dim", 1}, {"positions", 0}, {"top_k", 1}},

@@ -53,9 +53,9 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "paged_attention_plan(Tensor seq_lens, Tensor query_start, int q_heads, int kv_heads, int head_dim, int window, "
       "bool chunked=False) -> Tensor");
-  m.def("store_page_bounds(Tensor(a!) bounds, Tensor k_cache, Tensor? k_scale, Tensor slot_mapping) -> ()");
+  m.def("store_key_codes(Tensor(a!) codes, Tensor k_cache, Tensor? k_scale, Tensor slot_mapping) -> ()");
   m.def(
-      "select_pages(Tensor q, Tensor bounds, Tensor block_table, Tensor seq_lens, Tensor query_start, int block_size, "
+      "select_pages(Tensor q, Tensor codes, Tensor block_table, Tensor seq_lens, Tensor query_start, int block_size, "
       "int num_pages, float scale) -> (Tensor, Tensor)");
   m.def(
       "select_tokens(Tensor q, Tensor weights, Tensor keys, Tensor block_table, Tensor seq_lens, Tensor query_start, "

@@ -10,26 +10,26 @@
 namespace fastinfer {
 namespace {
 
-std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, const Tensor& block_table,
+std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& codes, const Tensor& block_table,
                                         const Tensor& seq_lens, const Tensor& query_start, int64_t block_size,
                                         int64_t num_pages, double scale) {
   const Checks check("select_pages", q);
   check.shape(q, "q", {kAny, kAny, kAny});
   const int64_t tokens = q.size(0), q_heads = q.size(1), head_dim = q.size(2);
   check.require(head_dim > 0 && head_dim % 8 == 0, "q must have a head_dim that is a multiple of 8, got ", head_dim);
-  check.shape(bounds, "bounds", {kAny, kAny, 2, head_dim});
-  const int64_t kv_heads = bounds.size(1);
-  check.require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q must have a multiple of bounds' ", kv_heads,
+  check.require(block_size > 0 && block_size <= INT32_MAX, "block_size must be positive and at most ", INT32_MAX,
+                ", got ", block_size);
+  check.shape(codes, "codes", {kAny, kAny, key_code_words(static_cast<int>(head_dim)), block_size});
+  const int64_t kv_heads = codes.size(1);
+  check.require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q must have a multiple of codes' ", kv_heads,
                 " heads, got ", q_heads);
   check.shape(block_table, "block_table", {kAny, kAny});
   const int64_t seqs = block_table.size(0), max_blocks = block_table.size(1);
   check.shape(seq_lens, "seq_lens", {seqs});
   check.shape(query_start, "query_start", {seqs + 1});
-  check.require(block_size > 0 && block_size <= INT32_MAX, "block_size must be positive and at most ", INT32_MAX,
-                ", got ", block_size);
   check.require(num_pages >= 4, "num_pages must be at least 4, got ", num_pages);
-  check.dtype(bounds, "bounds", ScalarType::BFloat16);
-  check.contiguous(bounds, "bounds");
+  check.dtype(codes, "codes", ScalarType::Int);
+  check.contiguous(codes, "codes");
   for (const auto& [t, name] :
        {std::pair{&block_table, "block_table"}, {&seq_lens, "seq_lens"}, {&query_start, "query_start"}}) {
     check.dtype(*t, name, ScalarType::Int);
@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, c
   const Tensor pages = new_tensor(block_table, {tokens, kv_heads, width}), lens = new_tensor(block_table, {tokens});
   SelectPagesParams params{
       .q = q.data_ptr(),
-      .bounds = static_cast<const BFloat16*>(bounds.data_ptr()),
+      .codes = static_cast<const uint32_t*>(codes.data_ptr()),
       .block_table = static_cast<const int32_t*>(block_table.data_ptr()),
       .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
       .query_start = static_cast<const int32_t*>(query_start.data_ptr()),
@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, c
       .seqs = seqs,
       .q_stride = q.stride(0),
       .max_blocks = max_blocks,
-      .num_blocks = bounds.size(0),
+      .num_blocks = codes.size(0),
       .width = static_cast<int>(width),
       .block_size = static_cast<int>(block_size),
       .q_heads = static_cast<int>(q_heads),
@@ -60,8 +60,8 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, c
       .dtype = check.float_dtype(q, "q"),
   };
   if (const cuda::Device* const gpu = gpu_of(q)) {
-    check.require(reinterpret_cast<uintptr_t>(params.bounds) % 16 == 0, "bounds must be aligned to 16 bytes");
-    params.plan = cuda::plan_select_pages(tokens, params.q_heads, params.kv_heads, params.head_dim, max_blocks, *gpu);
+    params.plan = cuda::plan_select_pages(tokens, params.q_heads, params.kv_heads, params.head_dim, params.block_size,
+                                          max_blocks, *gpu);
     const Tensor workspace = new_tensor(q, {tokens, q_heads, max_blocks}, ScalarType::Float);
     params.workspace = static_cast<float*>(workspace.data_ptr());
     params.arrived = arrival_counters(q, tokens * kv_heads);

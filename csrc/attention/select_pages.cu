@@ -1,15 +1,16 @@
 // A token's pages for one KV head, by several blocks:
 //
-//   each block, for a part of the pages: their bounds for each query head of the group  ->  workspace
+//   each block, for a part of the pages: their logits for each query head of the group  ->  workspace
 //   the block that comes last: weights of the pages  ->  the least one that is chosen  ->  the chosen pages, in order
 //
-// A lane reads 16 bytes at once. A page's bounds and weight do not depend on how the pages are divided, and counts of
-// integers are exact in any order, so results depend neither on the launch nor on timing. See select_pages_cpu.cpp for
-// what bounds and weights are.
+// A page's logit is the logarithm of the sum of its tokens' estimated exp(logit); a lane has a token, and neighbouring
+// lanes read neighbouring words. Neither it nor a page's weight depends on how the pages are divided, and counts of
+// integers are exact in any order, so results depend neither on the launch nor on timing.
 #include "attention/select_pages.h"
 
 #include <cfloat>
 
+#include "attention/key_codes_cuda.h"
 #include "attention/seen_positions_cuda.h"
 #include "attention/select_largest_cuda.h"
 #include "common/cuda/arrival.h"
@@ -17,13 +18,15 @@
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
-#include "common/cuda/vector_io.h"
 
 namespace fastinfer::cuda {
 namespace {
 
 // Of weights' bits, which are in the order of the weights, as these are not negative.
 using Choice = SelectLargest<kSelectThreads, kSelectDigitBits>;
+
+constexpr int kHeadsAtOnce = 4;  // that share a token's codes
+constexpr float kLargestByte = 127.0f;
 
 // Selects the pages of one KV head of a token, by one block or by a part of them.
 class PageSelection {
@@ -34,20 +37,25 @@ class PageSelection {
         count_(count - kFirstPages - kLastPages),
         group_(p.q_heads / p.kv_heads),
         head_(static_cast<int>(blockIdx.x % p.kv_heads)),
-        bounds_(p.workspace + static_cast<int64_t>(blockIdx.x) * group_ * p.max_blocks),
-        queries_(reinterpret_cast<float*>(dynamic_shared())),
-        numbers_(queries_ + max(group_ * 2 * p.head_dim, static_cast<int>(kSelectLargestBytes / sizeof(float)))),
+        logits_(p.workspace + static_cast<int64_t>(blockIdx.x) * group_ * p.max_blocks),
+        scratch_(reinterpret_cast<float*>(dynamic_shared())),
+        numbers_(scratch_ + select_pages_scratch(group_, p.head_dim) / sizeof(float)),
         softmax_(numbers_ + kSelectWarps) {}
 
-  // Writes the bounds of the pages of this part. Returns true in the block that comes last.
-  template <class T, int kOwn>
-  __device__ bool bound() const {
-    const int round = static_cast<int>(blockDim.x) / p_.plan.lanes * pages_at_once(kOwn);
+  // Writes the logits of the pages of this part. Returns true in the block that comes last.
+  template <class T>
+  __device__ bool estimate() const {
+    const int round = static_cast<int>(blockDim.x) / p_.plan.lanes;
     const int parts = min(p_.plan.parts, (count_ + round - 1) / round), part = static_cast<int>(blockIdx.y);
     if (part >= parts) return false;
     load_queries<T>();
     __syncthreads();
-    for (int first = part * round; first < count_; first += parts * round) bound_round<kOwn>(first);
+    for (int first = part * round; first < count_; first += parts * round) {
+      const int page = first + static_cast<int>(threadIdx.x) / p_.plan.lanes;
+      int head = 0;
+      for (; head + kHeadsAtOnce <= group_; head += kHeadsAtOnce) estimate_page<kHeadsAtOnce>(page, head);
+      for (; head < group_; ++head) estimate_page<1>(page, head);
+    }
     return last_to_arrive(p_.arrived + blockIdx.x, parts);
   }
 
@@ -57,8 +65,8 @@ class PageSelection {
     weigh();
     if (threadIdx.x == 0) out[0] = blocks_[-kFirstPages];
     if (threadIdx.x < kLastPages) out[kFirstPages + chosen + threadIdx.x] = blocks_[count_ + threadIdx.x];
-    const Choice choice(reinterpret_cast<int*>(queries_));
-    const auto weight = [&](int page) { return __float_as_uint(bounds_[page]); };
+    const Choice choice(reinterpret_cast<int*>(scratch_));
+    const auto weight = [&](int page) { return __float_as_uint(logits_[page]); };
     const auto put = [&](int place, int page) { out[kFirstPages + place] = blocks_[page]; };
     choice.for_each_selected(count_, choice.find_limit(count_, chosen, weight), weight, put);
   }
@@ -70,76 +78,114 @@ class PageSelection {
   __device__ static int warp() {
     return static_cast<int>(threadIdx.x / kWarpSize);
   }
-  __device__ float* bounds_of(int head) const {
-    return bounds_ + head * p_.max_blocks;
+  __device__ float* logits_of(int head) const {
+    return logits_ + head * p_.max_blocks;
   }
 
-  // queries_[group][2][head_dim]: the negative and the positive elements.
+  // What a query head's products with codes become logits by, see select_pages_cpu.cpp.
+  struct Query {
+    int offset;
+    float factor;
+  };
+  __device__ int* query_bytes() const {  // [group][head_dim / 4]
+    return reinterpret_cast<int*>(scratch_);
+  }
+  __device__ Query* queries() const {  // [group]
+    return reinterpret_cast<Query*>(query_bytes() + group_ * (p_.head_dim / 4));
+  }
+
   template <class T>
   __device__ void load_queries() const {
     const int64_t token = blockIdx.x / p_.kv_heads;
     const T* const q = static_cast<const T*>(p_.q) + token * p_.q_stride + int64_t{head_} * group_ * p_.head_dim;
-    for (int i = static_cast<int>(threadIdx.x); i < group_ * p_.head_dim; i += static_cast<int>(blockDim.x)) {
-      const float v = to_float(q[i]);
-      float* const row = queries_ + i / p_.head_dim * 2 * p_.head_dim + i % p_.head_dim;
-      row[0] = v > 0.0f ? 0.0f : v;  // a NaN stays
-      row[p_.head_dim] = v < 0.0f ? 0.0f : v;
+    float* const row = reinterpret_cast<float*>(queries() + group_) + warp() * p_.head_dim;
+    for (int head = warp(); head < group_; head += kSelectWarps) {
+      for (int i = lane(); i < p_.head_dim; i += kWarpSize) row[i] = to_float(q[head * p_.head_dim + i]);
+      rotate_by_warp(row, p_.head_dim);
+      const float largest = largest_of_row(row, p_.head_dim), reciprocal = kLargestByte / largest;
+      const bool is_finite = largest <= FLT_MAX, has_levels = is_finite && reciprocal <= FLT_MAX;
+      int sum = 0;
+      for (int word = lane(); word < p_.head_dim / 4; word += kWarpSize) {
+        uint32_t bytes = 0;
+        for (int i = 0; i < 4; ++i) {
+          const int byte = has_levels ? __float2int_rn(row[word * 4 + i] * reciprocal) : 0;
+          bytes |= (static_cast<uint32_t>(byte) & 0xffu) << (8 * i);
+          sum += byte;
+        }
+        query_bytes()[head * (p_.head_dim / 4) + word] = static_cast<int>(bytes);
+      }
+      for (int offset = kWarpSize / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
+      if (lane() == 0) {
+        const float scale = !is_finite ? NAN : has_levels ? largest / kLargestByte : 0.0f;
+        queries()[head] = {static_cast<int>(2 * kLargestKeyLevel) * sum,
+                           p_.scale * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
+      }
+      __syncwarp();  // before the next row is written
     }
   }
 
-  // The bounds of some pages from `first` on, for each query head. All lanes of a warp call it.
-  template <int kOwn>
-  __device__ void bound_round(int first) const {
-    constexpr int kPages = pages_at_once(kOwn);
-    const int vectors = p_.head_dim / 4, rank = static_cast<int>(threadIdx.x) % p_.plan.lanes;
-    const int page = first + static_cast<int>(threadIdx.x) / p_.plan.lanes * kPages;
-    Vector<__nv_bfloat16, 8> x[kPages][kOwn] = {};
+  // The logit of a page for kHeads query heads, by plan.lanes lanes; infinity if one of its tokens has an infinity or a
+  // NaN. All lanes of a warp call it.
+  template <int kHeads>
+  __device__ void estimate_page(int page, int head) const {
+    const int words = key_code_words(p_.head_dim) - 1, rank = static_cast<int>(threadIdx.x) % p_.plan.lanes;
+    float largest[kHeads], sum[kHeads];
+    for (int r = 0; r < kHeads; ++r) largest[r] = -FLT_MAX, sum[r] = 0.0f;
+    if (page < count_) {
+      const uint32_t* const codes =
+          p_.codes + (int64_t{blocks_[page]} * p_.kv_heads + head_) * (words + 1) * p_.block_size;
+      for (int token = rank; token < p_.block_size; token += p_.plan.lanes) {
+        int products[kHeads] = {};
+        const int* const bytes = query_bytes() + head * (p_.head_dim / 4);
+#pragma unroll 8
+        for (int word = 0; word < words; ++word) {
+          const uint32_t own = codes[word * p_.block_size + token];
 #pragma unroll
-    for (int j = 0; j < kPages; ++j) {
-      if (page + j >= count_) continue;
-      const __nv_bfloat16* const row = reinterpret_cast<const __nv_bfloat16*>(p_.bounds) +
-                                       (int64_t{blocks_[page + j]} * p_.kv_heads + head_) * 2 * p_.head_dim;
-#pragma unroll
-      for (int own = 0; own < kOwn; ++own) {
-        const int vector = rank + own * p_.plan.lanes;
-        if (vector < vectors) x[j][own] = load_vector<8>(row + vector * 8);
+          for (int r = 0; r < kHeads; ++r) {
+            const int* const q = bytes + r * (p_.head_dim / 4) + 2 * word;
+            products[r] = __dp4a(q[0], static_cast<int>(own & 0x0f0f0f0fu), products[r]);
+            products[r] = __dp4a(q[1], static_cast<int>(own >> 4 & 0x0f0f0f0fu), products[r]);
+          }
+        }
+        const float scale = __uint_as_float(codes[words * p_.block_size + token]);
+        for (int r = 0; r < kHeads; ++r) {
+          const Query query = queries()[head + r];
+          const float logit = static_cast<float>(2 * products[r] - query.offset) * (scale * query.factor);
+          add_logit(logit, 1.0f, largest[r], sum[r]);
+        }
       }
     }
-    for (int head = 0; head < group_; ++head) {
-      float sums[kPages] = {};
-#pragma unroll
-      for (int own = 0; own < kOwn; ++own) {
-        const int vector = rank + own * p_.plan.lanes;
-        if (vector >= vectors) continue;
-        const auto q = load_vector<8>(queries_ + head * 2 * p_.head_dim + vector * 8);
-#pragma unroll
-        for (int j = 0; j < kPages; ++j) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) sums[j] += q.values[i] * to_float(x[j][own].values[i]);
-        }
+    for (int r = 0; r < kHeads; ++r) {
+      for (int offset = p_.plan.lanes / 2; offset > 0; offset /= 2) {
+        const float other = __shfl_xor_sync(kFullMask, largest[r], offset);
+        add_logit(other, __shfl_xor_sync(kFullMask, sum[r], offset), largest[r], sum[r]);
       }
-#pragma unroll
-      for (int j = 0; j < kPages; ++j) {
-        for (int offset = p_.plan.lanes / 2; offset > 0; offset /= 2) {
-          sums[j] += __shfl_xor_sync(kFullMask, sums[j], offset);
-        }
-        if (rank == 0 && page + j < count_) bounds_of(head)[page + j] = sums[j] * p_.scale;
+      if (rank == 0 && page < count_) {
+        logits_of(head + r)[page] = sum[r] < INFINITY ? largest[r] + logf(sum[r]) : INFINITY;
       }
     }
   }
 
-  // Replaces the first head's bounds by the weights: the sum over the heads of the softmax of their bounds. The weight
+  // Adds exp(logit) `count` times to sum exp(largest), where `largest` grows. What is infinite stays so.
+  __device__ static void add_logit(float logit, float count, float& largest, float& sum) {
+    if (!(logit < INFINITY)) count = INFINITY, logit = largest;
+    const float top = fmaxf(largest, logit);
+    sum = sum * expf(largest - top) + count * expf(logit - top);
+    largest = top;
+  }
+
+  // Replaces the first head's logits by the weights: the sum over the heads of the softmax of their logits. The weight
   // of a page with an infinity or a NaN is infinite, and counts for no other. A thread has the same pages throughout.
   __device__ void weigh() const {
     for (int head = 0; head < group_; ++head) {
       float largest = -FLT_MAX, sum = 0.0f;
       for_each_page([&](int page) {
-        const float v = __ldcg(bounds_of(head) + page);  // other blocks wrote it
+        const float v = __ldcg(logits_of(head) + page);  // other blocks wrote it
         if (v < INFINITY) largest = fmaxf(largest, v);
       });
       largest = block_max(largest);
       for_each_page([&](int page) {
-        const float v = __ldcg(bounds_of(head) + page);
+        const float v = __ldcg(logits_of(head) + page);
         if (v < INFINITY) sum += expf(v - largest);
       });
       __syncthreads();  // before numbers_ is used again
@@ -150,10 +196,10 @@ class PageSelection {
     for_each_page([&](int page) {
       float weight = 0.0f;
       for (int head = 0; head < group_; ++head) {
-        const float v = __ldcg(bounds_of(head) + page);
+        const float v = __ldcg(logits_of(head) + page);
         weight += (v < INFINITY ? expf(v - softmax_[2 * head]) : INFINITY) * softmax_[2 * head + 1];
       }
-      bounds_[page] = weight;
+      logits_[page] = weight;
     });
   }
 
@@ -173,11 +219,11 @@ class PageSelection {
   const int32_t* blocks_;  // without the first page
   int count_;              // without the first page and the last ones
   int group_, head_;
-  float* bounds_;  // [group][max_blocks]
-  float *queries_, *numbers_, *softmax_;
+  float* logits_;  // [group][max_blocks]
+  float *scratch_, *numbers_, *softmax_;
 };
 
-template <class T, int kOwn>
+template <class T>
 __global__ void __launch_bounds__(kSelectThreads, kSelectBlocks)
     select_pages_kernel(const __grid_constant__ SelectPagesParams p) {
   grid_dependency_wait();
@@ -192,7 +238,7 @@ __global__ void __launch_bounds__(kSelectThreads, kSelectBlocks)
   }
   if (seen_pages > p.width) {
     const PageSelection selection(p, seen.blocks, seen_pages);
-    if (selection.bound<T, kOwn>()) selection.choose(out);
+    if (selection.estimate<T>()) selection.choose(out);
   } else if (blockIdx.y == 0) {
     for (int i = static_cast<int>(threadIdx.x); i < pages; i += kSelectThreads) out[i] = seen.blocks[i];
   }
@@ -202,10 +248,7 @@ __global__ void __launch_bounds__(kSelectThreads, kSelectBlocks)
 
 void select_pages(const SelectPagesParams& p, void* stream) {
   dispatch_cuda(p.dtype, [&]<class T>(T) {
-    const auto kernel = p.plan.own == 1   ? select_pages_kernel<T, 1>
-                        : p.plan.own == 2 ? select_pages_kernel<T, 2>
-                                          : select_pages_kernel<T, 4>;
-    launch("select_pages", kernel, p.plan.launch, stream, p);
+    launch("select_pages", select_pages_kernel<T>, p.plan.launch, stream, p);
   });
 }
 

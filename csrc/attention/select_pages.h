@@ -1,8 +1,9 @@
-// For each query and KV head the pages of the cache with the largest bounds of their logits.
+// For each query and KV head the pages of the cache with the largest sums of estimated probabilities.
 #pragma once
 
 #include <cstdint>
 
+#include "attention/key_codes.h"
 #include "attention/select_pages_plan.h"
 #include "common/api.h"
 #include "common/cpu/isa.h"
@@ -10,13 +11,13 @@
 
 namespace fastinfer {
 
-// Besides those with the largest bounds: the first page, which attention sinks are in, and the last two, as the newest
-// tokens count most, and the last page has no bounds yet.
+// Besides those with the largest weights: the first page, which attention sinks are in, and the last two, as the newest
+// tokens count most.
 inline constexpr int kFirstPages = 1, kLastPages = 2;
 
 struct SelectPagesParams {
   const void* q;               // [tokens, q_heads, head_dim], tokens q_stride elements apart
-  const BFloat16* bounds;      // [num_blocks, kv_heads, 2, head_dim]: least, largest
+  const uint32_t* codes;       // [num_blocks, kv_heads, key_code_words, block_size]
   const int32_t* block_table;  // [seqs, max_blocks]
   const int32_t* seq_lens;     // [seqs]
   const int32_t* query_start;  // [seqs + 1]; its last element may be beyond the tokens
@@ -35,7 +36,7 @@ struct SelectPagesParams {
   float scale;  // of the logits
   DType dtype;  // of q
   // CUDA only:
-  float* workspace = nullptr;   // [tokens, q_heads, max_blocks]: bounds, then weights
+  float* workspace = nullptr;   // [tokens, q_heads, max_blocks]: logits of pages, then weights
   uint32_t* arrived = nullptr;  // [tokens, kv_heads] counters, zero before and after the launch
   cuda::SelectPagesPlan plan{};
 };

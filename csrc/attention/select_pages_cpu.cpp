@@ -1,8 +1,8 @@
-// A logit q k is at most the sum of max(q_d least_d, q_d largest_d) over the channels d, which is one product of
-// (min(q, 0), max(q, 0)) with (least, largest): the kernel of attention's logits computes it for 64 pages at a time.
+// The lanes of a vector are the tokens of a page: a word of each token is eight codes, whose products with eight
+// elements of the rounded query are integers, exact in any order.
 //
-// The query heads that share a KV head read the same pages, and their logits differ in size. So each head's bounds
-// become probabilities, as if they were the logits of one key per page, and a page's weight is the sum over the heads.
+// The query heads that share a KV head read the same pages, and their logits differ in size. So each head's estimates
+// become probabilities of the tokens, and a page's weight is their sum over its tokens and the heads.
 #include "attention/select_pages.h"
 
 #include <algorithm>
@@ -10,40 +10,64 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
-#include "attention/attention_products_cpu.h"
+#include "attention/key_codes_cpu.h"
+#include "common/cpu/dot.h"
 #include "common/cpu/parallel.h"
+#include "common/cpu/quantize_row.h"
+#include "common/cpu/reduce.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int kHeadsAtOnce = 4;   // that share a page's unpacked codes
+constexpr int kPagesAtOnce = 4;   // whose weights are summed together
+constexpr int kPagesAhead = 2;    // that are prefetched
 
 // Pages in descending order of their weights, which are not negative, and of two equal weights the earlier page first.
 uint64_t sort_key(float weight, int page) {
   return static_cast<uint64_t>(~std::bit_cast<uint32_t>(weight)) << 32 | static_cast<uint32_t>(page);
 }
 
+// Adds the products of four codes of each lane with the four bytes at x.
+FASTINFER_INLINE i32v add_products(i32v sum, u8v codes, const int8_t* x) {
+#if defined(FASTINFER_AVX512_VNNI)
+  return dpbusd(sum, codes, x);
+#else
+  return sum + madd(maddubs(codes, (i8v)broadcast_word(x)), i16v{} + int16_t{1});
+#endif
+}
+
 // One KV head.
 class PageSelection {
  public:
   PageSelection(const SelectPagesParams& p, int kv_head)
-      : p_(p), group_(p.q_heads / p.kv_heads), columns_(2 * p.head_dim), kv_head_(kv_head) {
-    const int64_t tiles = (p.max_blocks + kTile - 1) / kTile;
-    q_ = scratch_array<float>(0, group_ * columns_ + (group_ + 1) * tiles * kTile);
-    bounds_ = q_ + group_ * columns_;
-    weights_ = bounds_ + group_ * tiles * kTile;
-    seen_ = scratch_array<Range>(1, group_);
-    keys_ = scratch_array<uint64_t>(2, p.max_blocks);
+      : p_(p),
+        group_(p.q_heads / p.kv_heads),
+        kv_head_(kv_head),
+        words_(key_code_words(p.head_dim)),
+        halves_(2 * p.block_size == kLanes),
+        vectors_((p.block_size + kLanes - 1) / kLanes) {
+    const int64_t pages = (p.max_blocks + kPagesAtOnce - 1) / kPagesAtOnce * kPagesAtOnce;
+    stride_ = halves_ ? pages / 2 * kLanes : pages * vectors_ * kLanes;
+    q_ = scratch_array<Int8>(0, group_ * p.head_dim);
+    logits_ = scratch_array<float>(1, group_ * stride_ + 2 * pages + rotated_columns(p.head_dim));
+    weights_ = logits_ + group_ * stride_;
+    sums_ = weights_ + pages;
+    row_ = sums_ + pages;
+    queries_ = scratch_array<Query>(2, group_);
+    keys_ = scratch_array<uint64_t>(3, p.max_blocks);
   }
 
   // Writes `width` of the first `pages` blocks of a row of the block table.
   void choose(int64_t token, const int32_t* blocks, int pages, int32_t* out) {
     dispatch(p_.dtype, [&]<class T>(T) { load_queries<T>(token); });
     const int end = pages - kLastPages, n = end - kFirstPages, count = p_.width - kFirstPages - kLastPages;
-    bound(blocks + kFirstPages, n);
-    std::fill_n(weights_, (n + kLanes - 1) / kLanes * kLanes, 0.0f);
-    for (int r = 0; r < group_; ++r) add_weights(r, n);
+    estimate(blocks + kFirstPages, n);
+    std::fill_n(weights_, n, 0.0f);
+    for (int r = 0; r < group_; ++r) add_weights(logits_ + r * stride_, n);
     for (int i = 0; i < n; ++i) keys_[i] = sort_key(weights_[i], kFirstPages + i);
     std::nth_element(keys_, keys_ + count, keys_ + n);
     std::sort(keys_, keys_ + count, [](uint64_t a, uint64_t b) { return uint32_t(a) < uint32_t(b); });
@@ -53,78 +77,170 @@ class PageSelection {
   }
 
  private:
+  struct Query {
+    int32_t offset;  // taken from twice the sum of products with codes, of which each stands for 7.5 less
+    float factor;
+  };
+
   template <class T>
   void load_queries(int64_t token) {
     const T* const q = static_cast<const T*>(p_.q) + token * p_.q_stride + int64_t{kv_head_} * group_ * p_.head_dim;
     for (int r = 0; r < group_; ++r) {
-      float* const row = q_ + r * columns_;
       for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) {
-        const f32v v = load_lanes(q + r * p_.head_dim + i, lanes);
-        store_lanes(row + i, select(v > 0.0f, f32v{}, v), lanes);  // a NaN stays
-        store_lanes(row + p_.head_dim + i, select(v < 0.0f, f32v{}, v), lanes);
+        store(row_ + i, load_lanes(q + r * p_.head_dim + i, lanes));  // zeros beyond head_dim
       });
+      rotate(row_, p_.head_dim);
+      Int8* const bytes = q_ + r * p_.head_dim;
+      const float scale = quantize_row(row_, p_.head_dim, bytes);
+      int32_t sum = 0;
+      for (int i = 0; i < p_.head_dim; ++i) sum += bytes[i].value;
+      queries_[r] = {static_cast<int32_t>(2 * kLargestKeyLevel) * sum,
+                     p_.scale * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
     }
   }
 
-  // Finds the bounds of the pages from `tile` on; beyond the last page those of the first one.
-  void find(const int32_t* blocks, int pages, int tile, const BFloat16** bounds) const {
-    for (int j = 0; j < kTile; ++j) {
-      const int32_t block = blocks[tile + j < pages ? tile + j : tile];
-      if (block < 0 || block >= p_.num_blocks) {
-        throw std::runtime_error("select_pages: block_table must have blocks in 0.." +
-                                 std::to_string(p_.num_blocks - 1) + ", got " + std::to_string(block));
+  const uint32_t* codes(int32_t block) const {
+    if (block < 0 || block >= p_.num_blocks) {
+      throw std::runtime_error("select_pages: block_table must have blocks in 0.." + std::to_string(p_.num_blocks - 1) +
+                               ", got " + std::to_string(block));
+    }
+    return p_.codes + (int64_t{block} * p_.kv_heads + kv_head_) * words_ * p_.block_size;
+  }
+
+  void prefetch(const int32_t* blocks, int pages, int page) const {
+    if (page >= pages) return;
+    const uint32_t* const next = codes(blocks[page]);
+    for (int i = 0; i < words_ * p_.block_size; i += 64 / static_cast<int>(sizeof(uint32_t))) {
+      __builtin_prefetch(next + i);
+    }
+  }
+
+  // logits_[group][stride_]: of each page's tokens; -infinity in lanes without a token.
+  void estimate(const int32_t* blocks, int pages) {
+    float* out = logits_;
+    if (halves_) {
+      for (int page = 0; page < pages; page += 2, out += kLanes) {
+        prefetch(blocks, pages, page + kPagesAhead), prefetch(blocks, pages, page + kPagesAhead + 1);
+        const bool has_second = page + 1 < pages;
+        const uint32_t* const first = codes(blocks[page]);
+        const uint32_t* const second = has_second ? codes(blocks[page + 1]) : first;
+        multiply([&](int word) { return join(first + word * p_.block_size, second + word * p_.block_size); },
+                 has_second ? kLanes : kLanes / 2, out);
       }
-      bounds[j] = p_.bounds + (int64_t{block} * p_.kv_heads + kv_head_) * columns_;
+    } else {
+      for (int page = 0; page < pages; ++page) {
+        prefetch(blocks, pages, page + kPagesAhead);
+        const uint32_t* const of_page = codes(blocks[page]);
+        for (int first = 0; first < p_.block_size; first += kLanes, out += kLanes) {
+          const int lanes = std::min(kLanes, p_.block_size - first);
+          multiply([&](int word) { return load_words(of_page + word * p_.block_size + first, lanes); }, lanes, out);
+        }
+      }
+    }
+    const int64_t end = out - logits_;
+    for (int r = 0; r < group_; ++r) {  // of the pages that complete the last kPagesAtOnce
+      std::fill_n(logits_ + r * stride_ + end, std::min<int64_t>(stride_ - end, kPagesAtOnce * vectors_ * kLanes),
+                  -kInfinity);
     }
   }
 
-  // bounds_[tiles][group][kTile]: the bounds of the logits, without their scale; -infinity beyond the last page.
-  void bound(const int32_t* blocks, int pages) {
-    const BFloat16* found[2][kTile];
-    find(blocks, pages, 0, found[0]);
-    for (int tile = 0, i = 0; tile < pages; tile += kTile, i = 1 - i) {
-      const bool last = tile + kTile >= pages;
-      if (!last) find(blocks, pages, tile + kTile, found[1 - i]);
-      const int count = std::min(kTile, pages - tile);
-      float* const out = bounds_ + tile * group_;
-      std::fill_n(seen_, group_, Range{0, count});
-      multiply_keys<true>(q_, columns_, seen_, group_, found[i], found[last ? i : 1 - i], out);
-      for (int r = 0; r < group_; ++r) std::fill(out + r * kTile + count, out + (r + 1) * kTile, -kInfinity);
+  FASTINFER_INLINE static u32v load_words(const uint32_t* p, int lanes) {
+    return (u32v)load_lanes(reinterpret_cast<const float*>(p), lanes);
+  }
+
+  // kLanes / 2 words each.
+  FASTINFER_INLINE static u32v join(const uint32_t* first, const uint32_t* second) {
+    typedef uint32_t Half __attribute__((vector_size(kLanes * 2)));
+    return [&]<int... kIndices>(std::integer_sequence<int, kIndices...>) {
+      return __builtin_shufflevector(load_as<Half>(first), load_as<Half>(second), kIndices...);
+    }(std::make_integer_sequence<int, kLanes>{});
+  }
+
+  // One vector of tokens, whose words words(i) loads, for each query head.
+  template <class Words>
+  FASTINFER_INLINE void multiply(const Words& words, int lanes, float* out) const {
+    int head = 0;
+    for (; head + kHeadsAtOnce <= group_; head += kHeadsAtOnce) multiply<kHeadsAtOnce>(words, lanes, head, out);
+    switch (group_ - head) {
+      case 1: return multiply<1>(words, lanes, head, out);
+      case 2: return multiply<2>(words, lanes, head, out);
+      case 3: return multiply<3>(words, lanes, head, out);
+      default: return;
     }
   }
 
-  // Adds the softmax of a head's bounds to the pages' weights. The weight of a page with an infinity or a NaN is
-  // infinite, so that attention shows it, and counts for no other.
-  void add_weights(int head, int pages) {
-    f32v largest = broadcast(-kInfinity), sum{};
-    for_each_vector_of(head, pages, [&](float* bounds, float*) {
-      const f32v v = load(bounds) * p_.scale;
-      store(bounds, v);
+  template <int kHeads, class Words>
+  FASTINFER_INLINE void multiply(const Words& words, int lanes, int head, float* out) const {
+    i32v sums[kHeads] = {};
+    const int8_t* const q = &q_[head * p_.head_dim].value;
+    for (int word = 0; word < words_ - 1; ++word) {
+      const u8v codes = (u8v)words(word), low = low_nibbles(codes), high = high_nibbles(codes);
+#pragma GCC unroll 4
+      for (int r = 0; r < kHeads; ++r) {
+        const int8_t* const x = q + r * p_.head_dim + word * kKeyCodesPerWord;
+        sums[r] = add_products(add_products(sums[r], low, x), high, x + kKeyCodesPerWord / 2);
+      }
+    }
+    const f32v scales = (f32v)words(words_ - 1);
+    for (int r = 0; r < kHeads; ++r) {
+      const Query& query = queries_[head + r];
+      float* const to = out + (head + r) * stride_;
+      store(to, to_f32(2 * sums[r] - query.offset) * (scales * query.factor));
+      std::fill(to + lanes, to + kLanes, -kInfinity);
+    }
+  }
+
+  // Adds a head's probabilities to the pages' weights. The weight of a page with an infinity or a NaN is infinite, so
+  // that attention shows it, and counts for no other.
+  void add_weights(const float* logits, int pages) {
+    const int64_t size = halves_ ? (pages + 1) / 2 * kLanes : int64_t{pages} * vectors_ * kLanes;
+    f32v largest = broadcast(-kInfinity);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const f32v v = load(logits + i);
       largest = max(select(v < kInfinity, v, largest), largest);
-    });
-    const float top = std::max(reduce_max(largest), -std::numeric_limits<float>::max());
-    for_each_vector_of(head, pages, [&](float* bounds, float*) {
-      const f32v v = load(bounds);
-      const f32v e = exp(v - top);
-      sum += select(v < kInfinity, e, f32v{});
-      store(bounds, select(v < kInfinity, e, broadcast(kInfinity)));
-    });
-    const float inverse = 1.0f / std::max(reduce_add(sum), std::numeric_limits<float>::min());
-    for_each_vector_of(head, pages,
-                       [&](float* bounds, float* weights) { store(weights, load(weights) + load(bounds) * inverse); });
+    }
+    const float top = std::max(max_of_lanes(largest), -std::numeric_limits<float>::max());
+    const auto exponentials = [&](int64_t i) __attribute__((always_inline)) {
+      const f32v v = load(logits + i);
+      return select(v < kInfinity, exp(v - top), broadcast(kInfinity));
+    };
+    float sum = 0.0f;
+    for (int page = 0; page < pages; page += kPagesAtOnce) {
+      f32v parts[kPagesAtOnce];
+      if (halves_) {
+        for (int j = 0; j < kPagesAtOnce; j += 2) {
+          const f32v both = exponentials(int64_t{page + j} / 2 * kLanes);
+          parts[j] = select(first_half(), both, f32v{}), parts[j + 1] = select(first_half(), f32v{}, both);
+        }
+      } else {
+        for (int j = 0; j < kPagesAtOnce; ++j) {
+          const int64_t first = int64_t{page + j} * vectors_ * kLanes;
+          parts[j] = exponentials(first);
+          for (int i = 1; i < vectors_; ++i) parts[j] += exponentials(first + i * kLanes);
+        }
+      }
+      const f32x4 four = reduce_add(parts[0], parts[1], parts[2], parts[3]);
+      store_as(sums_ + page, four);
+      for (int j = 0; j < kPagesAtOnce; ++j) sum += four[j] < kInfinity ? four[j] : 0.0f;
+    }
+    const float inverse = 1.0f / std::max(sum, std::numeric_limits<float>::min());
+    for (int page = 0; page < pages; ++page) weights_[page] += sums_[page] * inverse;
   }
 
-  template <class Fn>
-  FASTINFER_INLINE void for_each_vector_of(int head, int pages, const Fn& fn) {
-    for (int i = 0; i < pages; i += kLanes) {
-      fn(bounds_ + (i / kTile * group_ + head) * kTile + i % kTile, weights_ + i);
-    }
+  FASTINFER_INLINE static i32v first_half() {
+    i32v mask{};
+    for (int i = 0; i < kLanes / 2; ++i) mask[i] = -1;
+    return mask;
   }
 
   const SelectPagesParams& p_;
-  const int group_, columns_, kv_head_;
-  float *q_, *bounds_, *weights_;
-  Range* seen_;
+  const int group_, kv_head_, words_;
+  const bool halves_;  // whether a vector holds two pages
+  const int vectors_;  // of a page
+  int64_t stride_;     // of a head's logits
+  Int8* q_;
+  float *logits_, *weights_, *sums_, *row_;
+  Query* queries_;
   uint64_t* keys_;
 };
 

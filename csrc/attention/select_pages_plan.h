@@ -1,4 +1,4 @@
-// How select_pages is launched on a GPU: a token's pages for one KV head are bounded by several blocks, so that a
+// How select_pages is launched on a GPU: a token's pages for one KV head are weighed by several blocks, so that a
 // single sequence keeps the whole GPU busy.
 #pragma once
 
@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "attention/key_codes.h"
 #include "attention/select_largest_plan.h"
-#include "common/dtype.h"
 #include "common/launch_config.h"
 
 namespace fastinfer::cuda {
@@ -20,34 +20,31 @@ inline constexpr int kSelectDigitBits = 8;  // of a weight
 inline constexpr size_t kSelectLargestBytes = select_largest_bytes(kSelectThreads, kSelectDigitBits);
 
 struct SelectPagesPlan {
-  int lanes;  // lanes of a warp that share a page's bounds: a power of two
-  int own;    // 16-byte vectors of them that a lane has
+  int lanes;  // lanes of a warp that share a page's tokens: a power of two
   int parts;  // blocks for a token's KV head
   LaunchConfig launch;
 };
 
-// Pages that a group of lanes reads at once; a lane holds four vectors of eight elements.
-FASTINFER_HOST_DEVICE constexpr int pages_at_once(int own) {
-  return 4 / own;
+// Bytes of shared memory: the rounded queries, with two numbers each, and a row of each warp; once they are not needed
+// any more, what selection takes.
+FASTINFER_HOST_DEVICE constexpr size_t select_pages_scratch(int group, int head_dim) {
+  const size_t queries = static_cast<size_t>(group) * (head_dim + 8) + sizeof(float) * kSelectWarps * head_dim;
+  return queries > kSelectLargestBytes ? queries : kSelectLargestBytes;
 }
 
-inline SelectPagesPlan plan_select_pages(int64_t tokens, int q_heads, int kv_heads, int head_dim, int64_t max_blocks,
-                                         const Device& device) {
-  const int vectors = head_dim / 4;  // the least and the largest elements, eight of bf16 each
-  const int own = vectors <= 32 ? 1 : vectors <= 64 ? 2 : 4;
-  if (vectors > 32 * own) {
-    throw std::runtime_error("select_pages: on CUDA q must have a head_dim of at most 512, got " +
-                             std::to_string(head_dim));
+inline SelectPagesPlan plan_select_pages(int64_t tokens, int q_heads, int kv_heads, int head_dim, int block_size,
+                                         int64_t max_blocks, const Device& device) {
+  if (head_dim > kMaxKeyCodeDim) {
+    throw std::runtime_error("select_pages: on CUDA q must have a head_dim of at most " +
+                             std::to_string(kMaxKeyCodeDim) + ", got " + std::to_string(head_dim));
   }
-  const int lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>((vectors + own - 1) / own)));
-  const int64_t heads = tokens * kv_heads, round = kSelectThreads / lanes * pages_at_once(own);
+  const int lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(std::min(block_size, 32))));
+  const int64_t heads = tokens * kv_heads, round = kSelectThreads / lanes;
   const int64_t rounds = std::max<int64_t>((max_blocks + round - 1) / round, 1);
   const int64_t blocks = kSelectBlocks * device.multiprocessors;
   const int64_t parts = std::clamp<int64_t>(blocks / std::max<int64_t>(heads, 1), 1, rounds);
-  const size_t group = q_heads / kv_heads;
-  // The queries and, once they are not needed any more, what selection takes; numbers of each warp and head.
-  const size_t shared =
-      std::max(group * 2 * head_dim * sizeof(float), kSelectLargestBytes) + (kSelectWarps + 2 * group) * sizeof(float);
+  const int group = q_heads / kv_heads;
+  const size_t shared = select_pages_scratch(group, head_dim) + (kSelectWarps + 2 * group) * sizeof(float);
   if (shared > device.shared_bytes) {
     throw std::runtime_error("select_pages: " + std::to_string(group) + " query heads of a KV head with head_dim " +
                              std::to_string(head_dim) + " need " + std::to_string(shared) +
@@ -55,7 +52,6 @@ inline SelectPagesPlan plan_select_pages(int64_t tokens, int q_heads, int kv_hea
   }
   return {
       .lanes = lanes,
-      .own = own,
       .parts = static_cast<int>(parts),
       .launch = {.grid = heads,
                  .block = kSelectThreads,

@@ -17,8 +17,8 @@ from fastinfer.cli.memory_bounds import (
     head_layouts,
     kv_cache_bytes,
     module_token_bytes,
-    page_bounds_bytes,
     positions_of_last,
+    sparse_attention_bytes,
 )
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import check_draft_model
@@ -139,7 +139,7 @@ def describe(
         "batch": batch,
         "weights_bytes": weights.memory_bytes,
         "kv_cache_bytes": kv_bytes,
-        "page_bounds_bytes": page_bounds_bytes(config, context, batch),
+        "sparse_attention_bytes": sparse_attention_bytes(config, context, batch),
         "module_token_bytes": module_token_bytes(config, kv_dtypes),
         "draft": None if draft is None else asdict(draft),
         "distillation": distillation_memory(checkpoint, weights),

@@ -37,8 +37,8 @@ def report(found: dict[str, Any]) -> str:
         f" GOP/s, floating point {rates['float_operations'] / 1e9:.0f} GFLOP/s{tiles}; threads {found['threads']}",
         "sequences": f"{batch} of {context} tokens; prefill {_time(found['prefill_s'])}",
     }
-    if found["page_bounds_bytes"]:
-        lines["bounds"] = f"{_size(found['page_bounds_bytes'])} more in the cache with --sparse-attention"
+    if found["sparse_attention_bytes"]:
+        lines["sparse"] = f"{_size(found['sparse_attention_bytes'])} more in the cache with --sparse-attention"
     if module_bytes := found["module_token_bytes"].get(default):
         thousand = _size(1000 * module_bytes)
         lines["modules"] = f"{thousand} for each 1,000 tokens of prompt modules, once for all prompts that have them"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fastinfer.engine.config import EngineConfig
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.kv_cache import feature_dtype, index_key_dtype, token_bytes
-from fastinfer.models.sparse_attention import bounds_bytes, has_bounds
+from fastinfer.models.sparse_attention import has_key_codes, key_codes_bytes
 from fastinfer.models.state_cache import state_bytes
 
 
@@ -42,8 +42,8 @@ def cache_sizes(config: EngineConfig, models: Sequence[ModelConfig]) -> Iterator
                 continue
             window = 0 if len(models) > 1 or config.has_offloading else model.window(layer)
             size = token_bytes(model.kv_shape(layer), config.kv_cache_dtype)
-            if number == 0 and config.sparse_attention is not None and has_bounds(model, layer):
-                size += -(-bounds_bytes(model.kv_shape(layer)) // config.block_size)
+            if number == 0 and config.sparse_attention is not None and has_key_codes(model, layer):
+                size += key_codes_bytes(model.kv_shape(layer))
             if model.indexer is not None and model.has_indexer(layer):
                 size += model.indexer.head_dim * index_key_dtype(config.kv_cache_dtype).itemsize
             if model.has_features:

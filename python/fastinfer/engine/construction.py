@@ -29,7 +29,7 @@ from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.kv_cache import QUANTIZED_DTYPES
-from fastinfer.models.sparse_attention import DENSE_LAYERS, has_bounds
+from fastinfer.models.sparse_attention import DENSE_LAYERS, has_key_codes
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 # Of latents and of rotated elements in the kernels of a GPU, see fastinfer.ops.paged_attention.
@@ -121,7 +121,7 @@ def check_sparse_attention(config: EngineConfig, model: ModelConfig) -> None:
     Raises:
         RequestError: no layer can have sparse attention, or ranks share a KV head.
     """
-    shapes = [model.kv_shape(layer) for layer in range(model.num_layers) if has_bounds(model, layer)]
+    shapes = [model.kv_shape(layer) for layer in range(model.num_layers) if has_key_codes(model, layer)]
     sizes = {shape.head_dim for shape in shapes}
     if not shapes:
         raise RequestError(

@@ -85,7 +85,7 @@ class Worker:
             group=size.group,
             num_states=size.num_states,
             state_dtype=model.dtype,
-            with_bounds=config.sparse_attention is not None,
+            with_key_codes=config.sparse_attention is not None,
             layers=layers,
         )
         self.on_result: Callable[[list[Chunk], StepResult], None] | None = None

@@ -148,7 +148,7 @@ class Attention:
             v_scale=cache.v_scale,
         )
         table, sparse = batch.block_tables[cache.group], batch.sparse
-        if sparse is None or cache.bounds is None:
+        if sparse is None or cache.key_codes is None:
             lens = batch.lens(self.window)
             return attend(q, cache.k, cache.v, table, lens, batch.query_start, lse=lse, plan=plan.dense)
         if sparse.dense_lens is None:
@@ -157,7 +157,7 @@ class Attention:
             out = attend(q, cache.k, cache.v, table, sparse.dense_lens, batch.query_start, lse=lse)
         rows = q[: sparse.num_rows]
         pages, lens = ops.select_pages(
-            rows, cache.bounds, table, batch.seq_lens, batch.query_start, cache.k.shape[1], sparse.num_pages, self.scale
+            rows, cache.key_codes, table, batch.seq_lens, batch.query_start, cache.k.shape[1], sparse.num_pages, self.scale
         )
         if plan.sparse is None:
             plan.sparse = ops.paged_attention_plan(lens, sparse.row_start, *self.plan_sizes)
@@ -199,8 +199,8 @@ class Attention:
             self.v_norm,
             self.query_scales,
         )
-        if cache.bounds is not None:
-            ops.store_page_bounds(cache.bounds, cache.k, cache.k_scale, batch.slot_mappings[cache.group])
+        if cache.key_codes is not None:
+            ops.store_key_codes(cache.key_codes, cache.k, cache.k_scale, batch.slot_mappings[cache.group])
         return q
 
     def _attend_to_later(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastinfer.errors import RequestError
 from fastinfer.models.config import KVShape, ModelConfig
-from fastinfer.models.sparse_attention import BOUNDS_DTYPE, bounds_shape, has_bounds
+from fastinfer.models.sparse_attention import KEY_CODES_DTYPE, has_key_codes, key_codes_shape
 from fastinfer.models.state_cache import StateCache
 
 # int8 and fp8 have one fp32 scale per token and head. uint8 stands for int4: two elements per byte, and an fp16 scale
@@ -30,8 +30,8 @@ class LayerCache:
     Attributes:
         k, v, k_scale, v_scale: see above. Values within the keys are a view of them, and have the keys' scales.
         group: number of the group of layers whose blocks have the same numbers.
-        bounds: [num_blocks, num_kv_heads, 2, head_dim] bf16; bounds of each block's keys, see
-            :func:`fastinfer.ops.store_page_bounds`. ``None`` for a layer without sparse attention.
+        key_codes: [num_blocks, num_kv_heads, head_dim / 8 + 1, block_size] int32; codes of the keys, see
+            :func:`fastinfer.ops.store_key_codes`. ``None`` for a layer without sparse attention.
         features: [num_blocks, block_size, 1, hidden]; features of each token, of the layer of a draft head; ``None``
             for other layers.
         index_keys: [num_blocks, block_size, 1, head_dim]; key of each token for the layer's indexer, see
@@ -43,7 +43,7 @@ class LayerCache:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     group: int = field(default=0, kw_only=True)
-    bounds: Tensor | None = field(default=None, kw_only=True)
+    key_codes: Tensor | None = field(default=None, kw_only=True)
     features: Tensor | None = field(default=None, kw_only=True)
     index_keys: Tensor | None = field(default=None, kw_only=True)
 
@@ -56,7 +56,7 @@ class LayerCache:
         dtype: torch.dtype,
         device: str,
         group: int = 0,
-        with_bounds: bool = False,
+        with_key_codes: bool = False,
     ) -> "LayerCache":
         """Allocate an uninitialised cache; on a CPU a page takes memory only once it is written.
 
@@ -67,7 +67,7 @@ class LayerCache:
             dtype: dtype of the elements; uint8 stands for int4.
             device: device of the cache.
             group: see above.
-            with_bounds: whether there are bounds, see above.
+            with_key_codes: whether there are codes of keys, see above.
 
         Raises:
             RequestError: the size of a head is odd, or values are within the keys, and the cache has two elements per
@@ -77,10 +77,11 @@ class LayerCache:
         heads = head_shapes(shape, dtype)
         tensors = [torch.empty(*sizes, *head, dtype=element, device=device) for head, element in heads]
         if not shape.value_dim:
-            bounds = None
-            if with_bounds:
-                bounds = torch.empty(num_blocks, *bounds_shape(shape), dtype=BOUNDS_DTYPE, device=device)
-            return cls(*tensors, group=group, bounds=bounds)
+            key_codes = None
+            if with_key_codes:
+                size = num_blocks, *key_codes_shape(shape, block_size)
+                key_codes = torch.empty(size, dtype=KEY_CODES_DTYPE, device=device)
+            return cls(*tensors, group=group, key_codes=key_codes)
         k, k_scale = tensors[0], tensors[1] if len(tensors) > 1 else None
         return cls(k, k[..., : shape.value_dim], k_scale, k_scale, group=group)
 
@@ -98,7 +99,7 @@ class LayerCache:
     def tensors(self) -> list[Tensor]:
         """All tensors of the layer; values within the keys are none of their own."""
         tensors = [self.k, self.k_scale] if self._values_in_keys else [self.k, self.v, self.k_scale, self.v_scale]
-        tensors += [self.bounds, self.features, self.index_keys]
+        tensors += [self.key_codes, self.features, self.index_keys]
         return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -127,7 +128,7 @@ class KVCache:
         group: Callable[[int], int] = lambda window: 0,
         num_states: int = 1,
         state_dtype: torch.dtype = torch.float32,
-        with_bounds: bool = False,
+        with_key_codes: bool = False,
         layers: range | None = None,
     ) -> "KVCache":
         """Allocate the uninitialised cache of a model.
@@ -140,7 +141,7 @@ class KVCache:
             group: function from the length of a layer's window to the number of its group.
             num_states: number of slots for states, if the model has layers with linear attention.
             state_dtype: dtype of the hidden states.
-            with_bounds: whether layers that can have sparse attention get bounds.
+            with_key_codes: whether layers that can have sparse attention get codes of their keys.
             layers: layers that have a cache; ``None`` for all.
 
         Raises:
@@ -154,8 +155,8 @@ class KVCache:
                 return StateCache.empty(config.states, num_states, state_dtype, own_device)
             number = group(config.window(index))
             sizes = num_blocks[number], block_size, dtype, own_device
-            bounded = with_bounds and has_bounds(config, index)
-            cache = LayerCache.empty(config.kv_shape(index), *sizes, number, bounded)
+            has_codes = with_key_codes and has_key_codes(config, index)
+            cache = LayerCache.empty(config.kv_shape(index), *sizes, number, has_codes)
             if config.indexer is not None and config.has_indexer(index):
                 cache = cache.with_index_keys(config.indexer.head_dim)
             if not config.has_features:

@@ -9,7 +9,8 @@ from fastinfer.models.config import KVShape, ModelConfig
 
 # The first layers of a model attend to everything: what they read is spread over the whole text.
 DENSE_LAYERS = 2
-BOUNDS_DTYPE = torch.bfloat16
+KEY_CODES_DTYPE = torch.int32
+_CODES_PER_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class SparseRows:
         return SparseRows(num_rows, self.num_pages, self.row_start[: num_rows + 1], dense_lens)
 
 
-def has_bounds(config: ModelConfig, layer: int) -> bool:
-    """Return whether the keys of a layer have bounds: a later layer with full attention and keys of its own."""
+def has_key_codes(config: ModelConfig, layer: int) -> bool:
+    """Return whether the keys of a layer have codes: a later layer with full attention and keys of its own."""
     return (
         layer >= DENSE_LAYERS
         and config.latent_attention is None
@@ -49,11 +50,11 @@ def has_bounds(config: ModelConfig, layer: int) -> bool:
     )
 
 
-def bounds_shape(shape: KVShape) -> tuple[int, ...]:
-    """Return the shape of the bounds of one page, see :func:`fastinfer.ops.store_page_bounds`."""
-    return shape.num_heads, 2, shape.head_dim
+def key_codes_shape(shape: KVShape, block_size: int) -> tuple[int, ...]:
+    """Return the shape of the codes of one page, see :func:`fastinfer.ops.store_key_codes`."""
+    return shape.num_heads, shape.head_dim // _CODES_PER_WORD + 1, block_size
 
 
-def bounds_bytes(shape: KVShape) -> int:
-    """Return the size in bytes of the bounds of one page."""
-    return 2 * shape.num_heads * shape.head_dim * BOUNDS_DTYPE.itemsize
+def key_codes_bytes(shape: KVShape) -> int:
+    """Return the size in bytes of the codes of one token."""
+    return shape.num_heads * (shape.head_dim // _CODES_PER_WORD + 1) * KEY_CODES_DTYPE.itemsize

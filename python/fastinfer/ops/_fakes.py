@@ -173,15 +173,15 @@ def _(seq_lens: Tensor, *args: object) -> Tensor:
     return seq_lens.new_empty([torch.library.get_ctx().new_dynamic_size() if on_gpu else 0])
 
 
-@fake("store_page_bounds")
-def _(bounds: Tensor, *args: object) -> None:
+@fake("store_key_codes")
+def _(codes: Tensor, *args: object) -> None:
     return None
 
 
 @fake("select_pages")
 def _(
     q: Tensor,
-    bounds: Tensor,
+    codes: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
     query_start: Tensor,
@@ -191,7 +191,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     width = min(num_pages, block_table.shape[1])
     tokens = q.shape[0]  # len(q) would fix the number in a graph
-    return block_table.new_empty([tokens, bounds.shape[1], width]), block_table.new_empty([tokens])
+    return block_table.new_empty([tokens, codes.shape[1], width]), block_table.new_empty([tokens])
 
 
 @fake("select_tokens")

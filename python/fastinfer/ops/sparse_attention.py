@@ -1,9 +1,9 @@
 """Sparse attention of generated tokens: each reads only those pages of the KV cache that can matter most to it.
 
-A page is a block of the cache. :func:`store_page_bounds` keeps the least and the largest element of each channel of its
-keys, from which follows a bound of the page's logits for any query. :func:`select_pages` weighs the pages by these
-bounds and takes the heaviest, and :func:`fastinfer.ops.paged_attention` attends to these as if they were the whole
-sequence. With as many pages as the sequence has the result is bitwise that of dense attention.
+A page is a block of the cache. :func:`store_key_codes` keeps each key in four bits an element, from which follow estimates
+of its logit for any query. :func:`select_pages` weighs the pages by these and takes the heaviest, and
+:func:`fastinfer.ops.paged_attention` attends to these as if they were the whole sequence. With as many pages as the
+sequence has the result is bitwise that of dense attention.
 
 Models that were trained with sparse attention choose single tokens by an indexer of their own, for prompts too:
 :func:`select_tokens`.
@@ -14,19 +14,21 @@ from torch import Tensor
 from fastinfer.ops._library import inference_only, ops
 
 
-def store_page_bounds(bounds: Tensor, k_cache: Tensor, k_scale: Tensor | None, slot_mapping: Tensor) -> None:
-    """Write the bounds of the pages whose last slots have just been written, in place.
+def store_key_codes(codes: Tensor, k_cache: Tensor, k_scale: Tensor | None, slot_mapping: Tensor) -> None:
+    """Write the codes of keys that have just been written, in place.
 
-    Call it after :func:`fastinfer.ops.store_kv_cache` with the same slots. A page that is not full yet has no bounds.
-    If its last slot is written again, because the tokens before were rejected drafts, so are its bounds.
+    Call it after :func:`fastinfer.ops.store_kv_cache` with the same slots. A key is multiplied by the Hadamard matrix of
+    the largest power of two that divides its size, so that no channel is much larger than the others. Each element of
+    the product becomes the nearest of 16 levels -7.5, -6.5 .. 7.5, times the key's scale, with which the largest element
+    is at the outermost level.
 
     Args:
-        bounds: [num_blocks, kv_heads, 2, head_dim] bf16, written in place: the least and the largest element of each
-            channel of a page's keys, with their scales if the cache is quantised, rounded outwards. NaN where a key
-            has one.
-        k_cache, k_scale: keys of the cache, as in :func:`fastinfer.ops.store_kv_cache`.
-        slot_mapping: [tokens] int64; ``block * block_size + offset``. A token with slot -1 is skipped, and so is one
-            whose slot is not the last of its block.
+        codes: [num_blocks, kv_heads, head_dim / 8 + 1, block_size] int32, written in place: eight codes a word, and then
+            the bits of the scale in fp32. The codes of the channels 8 w + b and 8 w + 4 + b are the lower and the upper
+            half of byte b of word w. The scale of a key with an infinity or a NaN is NaN.
+        k_cache, k_scale: keys of the cache, as in :func:`fastinfer.ops.store_kv_cache`, with a head_dim that is a
+            multiple of 8, on CUDA of at most 512.
+        slot_mapping: [tokens] int64; ``block * block_size + offset``. A token with slot -1 is skipped.
 
     Raises:
         RuntimeError: a shape, dtype, device or on CUDA the ``head_dim`` does not fit; scales are missing, or passed
@@ -34,23 +36,23 @@ def store_page_bounds(bounds: Tensor, k_cache: Tensor, k_scale: Tensor | None, s
 
     Devices: CPU, CUDA.
 
-    Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774.
+    Source: keys in four bits as estimates: Twilight: Lin et al., 2025, https://arxiv.org/abs/2502.02770; the rotation:
+    QuaRot: Ashkboos et al., 2024, https://arxiv.org/abs/2404.00456.
 
     >>> import torch, fastinfer.ops as ops
-    >>> k_cache = torch.tensor([[1.0, -2.0], [3.0, -4.0]]).view(1, 2, 1, 2)  # one block of two slots
-    >>> bounds = torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16)
-    >>> ops.store_page_bounds(bounds, k_cache, None, torch.tensor([1]))
-    >>> bounds[0, 0]
-    tensor([[ 1., -4.],
-            [ 3., -2.]], dtype=torch.bfloat16)
+    >>> k_cache = torch.tensor([8.0, 0, 0, 0, 0, 0, 0, 0]).view(1, 1, 1, 8)  # one block of one slot
+    >>> codes = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
+    >>> ops.store_key_codes(codes, k_cache, None, torch.tensor([0]))
+    >>> codes.view(torch.uint8)[0, 0, 0], codes.view(torch.float32)[0, 0, 1]  # eight times code 15
+    (tensor([255, 255, 255, 255], dtype=torch.uint8), tensor([1.0667]))
     """
-    inference_only("store_page_bounds", "bounds k_cache", bounds, k_cache)
-    ops.store_page_bounds.default(bounds, k_cache, k_scale, slot_mapping)
+    inference_only("store_key_codes", "codes k_cache", codes, k_cache)
+    ops.store_key_codes.default(codes, k_cache, k_scale, slot_mapping)
 
 
 def select_pages(
     q: Tensor,
-    bounds: Tensor,
+    codes: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
     query_start: Tensor,
@@ -61,10 +63,11 @@ def select_pages(
     """Choose the pages that each token reads, for each KV head.
 
     These are the first page, the last two pages of what the token sees, and of the others those with the largest
-    weights. Each query head's logits have an upper bound in each of these pages. The softmax of the bounds over the
-    pages, summed over the query heads that share the KV head, is the pages' weight. A token that sees no more than
-    ``num_pages`` pages reads them all. The pages stay in their order; of equal weights the earlier page wins. A page
-    whose bound is NaN or infinite has an infinite weight.
+    weights. Each query head's logits in these pages are estimated: the query is rotated as the keys are and rounded to
+    eight bits, so that a logit is a product of integers times both scales. Their softmax over all tokens of these pages,
+    summed over a page's tokens and over the query heads that share the KV head, is the page's weight. A token that sees
+    no more than ``num_pages`` pages reads them all. The pages stay in their order; of equal weights the earlier page
+    wins. A page with an estimate that is NaN or infinite has an infinite weight.
 
     The results are a block table and lengths for :func:`fastinfer.ops.paged_attention`, in which each token is a
     sequence of its own: its ``query_start`` is 0, 1, 2, ... A token's pages do not depend on the other tokens.
@@ -72,8 +75,8 @@ def select_pages(
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16, with a head_dim that is a multiple of 8, on CUDA of at
             most 512; may be a strided view whose last two dimensions are contiguous.
-        bounds: [num_blocks, kv_heads, 2, head_dim] bf16, see :func:`store_page_bounds`; those of the first page and of
-            the last two are never read.
+        codes: [num_blocks, kv_heads, head_dim / 8 + 1, block_size] int32, see :func:`store_key_codes`; those of the
+            first page and of the last two are never read.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
         seq_lens: [seqs] int32; cached length of each sequence, including all of its queries.
         query_start: [seqs + 1] int32; cumulative query counts. There may be more queries than ``tokens``, which are
@@ -92,25 +95,26 @@ def select_pages(
 
     Devices: CPU, CUDA.
 
-    Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774, without the sum over query heads.
+    Source: pages by query: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774; estimates from keys in four bits:
+    Twilight: Lin et al., 2025, https://arxiv.org/abs/2502.02770.
 
     >>> import torch, fastinfer.ops as ops
     >>> keys = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 1, 8).contiguous()  # six pages of one key each
-    >>> bounds = torch.zeros(6, 1, 2, 8, dtype=torch.bfloat16)
-    >>> ops.store_page_bounds(bounds, keys, None, torch.arange(6))
+    >>> codes = torch.zeros(6, 1, 2, 1, dtype=torch.int32)
+    >>> ops.store_key_codes(codes, keys, None, torch.arange(6))
     >>> table, lengths = torch.arange(6).int()[None], [torch.tensor(n).int() for n in ([6], [0, 1])]
-    >>> ops.select_pages(torch.ones(1, 1, 8), bounds, table, *lengths, block_size=1, num_pages=4)
+    >>> ops.select_pages(torch.ones(1, 1, 8), codes, table, *lengths, block_size=1, num_pages=4)
     (tensor([[[0, 3, 4, 5]]], dtype=torch.int32), tensor([4], dtype=torch.int32))
-    >>> pages, lens = ops.select_pages(-torch.ones(1, 1, 8), bounds, table, *lengths, block_size=1, num_pages=4)
+    >>> pages, lens = ops.select_pages(-torch.ones(1, 1, 8), codes, table, *lengths, block_size=1, num_pages=4)
     >>> pages
     tensor([[[0, 1, 4, 5]]], dtype=torch.int32)
     >>> ops.paged_attention(-torch.ones(1, 1, 8), keys, keys, pages, lens, lengths[1]).shape
     torch.Size([1, 1, 8])
     """
-    inference_only("select_pages", "q bounds", q, bounds)
+    inference_only("select_pages", "q codes", q, codes)
     if scale is None:
         scale = max(q.shape[-1] if q.dim() else 1, 1) ** -0.5  # empty heads and scalars are refused below
-    args = (q, bounds, block_table, seq_lens, query_start, block_size, num_pages, scale)
+    args = (q, codes, block_table, seq_lens, query_start, block_size, num_pages, scale)
     pages, lens = ops.select_pages.default(*args)
     return pages, lens
 

@@ -129,9 +129,9 @@ TABLE: dict[str, dict[str, Support]] = {
         "cpu": Support((torch.int32,), head_dim=ANY),
         "cuda": Support((torch.int32,), head_dim=tuple(sorted(CUDA_HEAD_DIMS + CUDA_LATENT_HEAD_DIMS))),
     },
-    "store_page_bounds": {
-        "cpu": replace(STORE, dtype=(BF16,)),
-        "cuda": replace(STORE, dtype=(BF16,), head_dim=range(8, MOST, 8)),
+    "store_key_codes": {
+        "cpu": replace(STORE, dtype=(torch.int32,), head_dim=range(8, MOST, 8)),
+        "cuda": replace(STORE, dtype=(torch.int32,), head_dim=range(8, 513, 8)),
     },
     "select_pages": {
         "cpu": Support(head_dim=range(8, MOST, 8)),

@@ -1,16 +1,16 @@
-// The least and the largest element of each channel of the keys in a page, by which select_pages bounds their products
-// with a query.
+// Codes of four bits of the keys that have just been written to the cache, see key_codes.h.
 #pragma once
 
+#include "attention/key_codes.h"
 #include "attention/paged_attention.h"
 
 namespace fastinfer {
 
-struct StorePageBoundsParams {
+struct StoreKeyCodesParams {
   const void* k_cache;          // [num_blocks, block_size, heads, head_dim]; of int4 two elements a byte
   const void* k_scale;          // as in PagedAttentionParams
   const int64_t* slot_mapping;  // [tokens]; -1 is skipped
-  BFloat16* bounds;             // [num_blocks, heads, 2, head_dim]
+  uint32_t* codes;              // [num_blocks, heads, key_code_words, block_size]
   int64_t tokens;
   int64_t slots;
   int block_size;
@@ -22,8 +22,8 @@ struct StorePageBoundsParams {
 
 }  // namespace fastinfer
 
-FASTINFER_CPU_KERNEL(store_page_bounds, StorePageBoundsParams)
+FASTINFER_CPU_KERNEL(store_key_codes, StoreKeyCodesParams)
 
 namespace fastinfer::cuda {
-FASTINFER_API void store_page_bounds(const StorePageBoundsParams& params, void* stream);
+FASTINFER_API void store_key_codes(const StoreKeyCodesParams& params, void* stream);
 }
