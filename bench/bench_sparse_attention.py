@@ -1,8 +1,8 @@
 """Sparse attention against dense attention: how far the next token's distribution moves, and the time of a decode step.
 
 Quality: of one long text the last tokens are computed as generated ones, each from the true tokens before it, and their
-distributions are compared with those of dense attention. The pages with the largest estimates compete with a window (the
-first page and the last ones) and with random pages, of the same number.
+distributions are compared with those of dense attention. The pages with the largest estimates compete with a window
+(the first page and the last ones) and with random pages, of the same number.
 
 Time: decode steps of one sequence are recorded and replayed in turns, dense and sparse, on a cache of random numbers,
 which takes no prefill. The clock is that of the process's CPU time by default.

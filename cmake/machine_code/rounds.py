@@ -265,10 +265,10 @@ UNMODELLED = {
     r"latent_rotary_store_kernel": "a warp copies a query or stores a row, whose loops are alike",
     r"paged_attention_plan_kernel": "reads a few integers of each sequence",
     r"route_experts_kernel": "reads a few logits of each token",
-    r"select_pages_kernel": "reads a page's bounds once for any number of heads, then chooses",
+    r"select_pages_kernel": "multiplies a page's codes with any number of heads, in a loop over these",
     r"score_tokens_kernel": "multiplies keys with any number of heads, in a loop over these",
     r"choose_tokens_kernel": "reads a token's scores five times, from the L2 or memory",
-    r"store_page_bounds_kernel": "reads one page of many tokens",
+    r"store_key_codes_kernel": "reads a key, and rotates it in shared memory",
     r"sort_rows_kernel": "reads a number per token and expert",
     r"zero_counters_kernel": "reads nothing",
 }

@@ -247,9 +247,7 @@ __global__ void __launch_bounds__(kSelectThreads, kSelectBlocks)
 }  // namespace
 
 void select_pages(const SelectPagesParams& p, void* stream) {
-  dispatch_cuda(p.dtype, [&]<class T>(T) {
-    launch("select_pages", select_pages_kernel<T>, p.plan.launch, stream, p);
-  });
+  dispatch_cuda(p.dtype, [&]<class T>(T) { launch("select_pages", select_pages_kernel<T>, p.plan.launch, stream, p); });
 }
 
 }  // namespace fastinfer::cuda

@@ -8,10 +8,12 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <numbers>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "attention/attention_softmax_cpu.h"
 #include "attention/key_codes_cpu.h"
 #include "common/cpu/dot.h"
 #include "common/cpu/parallel.h"
@@ -22,9 +24,9 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int kHeadsAtOnce = 4;   // that share a page's unpacked codes
-constexpr int kPagesAtOnce = 4;   // whose weights are summed together
-constexpr int kPagesAhead = 2;    // that are prefetched
+constexpr int kHeadsAtOnce = 4;       // that share a page's unpacked codes
+constexpr int kPagesAtOnce = 4;       // whose weights are summed together
+constexpr int kBytesAhead = 1 << 12;  // that are prefetched
 
 // Pages in descending order of their weights, which are not negative, and of two equal weights the earlier page first.
 uint64_t sort_key(float weight, int page) {
@@ -49,7 +51,8 @@ class PageSelection {
         kv_head_(kv_head),
         words_(key_code_words(p.head_dim)),
         halves_(2 * p.block_size == kLanes),
-        vectors_((p.block_size + kLanes - 1) / kLanes) {
+        vectors_((p.block_size + kLanes - 1) / kLanes),
+        pages_ahead_(std::max(1, kBytesAhead / (words_ * p.block_size * static_cast<int>(sizeof(uint32_t))))) {
     const int64_t pages = (p.max_blocks + kPagesAtOnce - 1) / kPagesAtOnce * kPagesAtOnce;
     stride_ = halves_ ? pages / 2 * kLanes : pages * vectors_ * kLanes;
     q_ = scratch_array<Int8>(0, group_ * p.head_dim);
@@ -69,17 +72,19 @@ class PageSelection {
     std::fill_n(weights_, n, 0.0f);
     for (int r = 0; r < group_; ++r) add_weights(logits_ + r * stride_, n);
     for (int i = 0; i < n; ++i) keys_[i] = sort_key(weights_[i], kFirstPages + i);
-    std::nth_element(keys_, keys_ + count, keys_ + n);
-    std::sort(keys_, keys_ + count, [](uint64_t a, uint64_t b) { return uint32_t(a) < uint32_t(b); });
+    std::nth_element(keys_, keys_ + count - 1, keys_ + n);
+    const uint64_t last = keys_[count - 1];
     *out++ = blocks[0];
-    for (int i = 0; i < count; ++i) *out++ = blocks[static_cast<uint32_t>(keys_[i])];
+    for (int i = 0; i < n; ++i) {
+      if (sort_key(weights_[i], kFirstPages + i) <= last) *out++ = blocks[kFirstPages + i];
+    }
     std::copy_n(blocks + end, kLastPages, out);
   }
 
  private:
   struct Query {
     int32_t offset;  // taken from twice the sum of products with codes, of which each stands for 7.5 less
-    float factor;
+    float factor;    // of logits to the base 2
   };
 
   template <class T>
@@ -94,8 +99,9 @@ class PageSelection {
       const float scale = quantize_row(row_, p_.head_dim, bytes);
       int32_t sum = 0;
       for (int i = 0; i < p_.head_dim; ++i) sum += bytes[i].value;
-      queries_[r] = {static_cast<int32_t>(2 * kLargestKeyLevel) * sum,
-                     p_.scale * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
+      queries_[r] = {
+          static_cast<int32_t>(2 * kLargestKeyLevel) * sum,
+          p_.scale * std::numbers::log2e_v<float> * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
     }
   }
 
@@ -107,33 +113,43 @@ class PageSelection {
     return p_.codes + (int64_t{block} * p_.kv_heads + kv_head_) * words_ * p_.block_size;
   }
 
-  void prefetch(const int32_t* blocks, int pages, int page) const {
-    if (page >= pages) return;
-    const uint32_t* const next = codes(blocks[page]);
-    for (int i = 0; i < words_ * p_.block_size; i += 64 / static_cast<int>(sizeof(uint32_t))) {
-      __builtin_prefetch(next + i);
+  // A page's codes, while those of one that comes later are fetched: pages lie anywhere.
+  const uint32_t* take_codes(const int32_t* blocks, int pages, int page) const {
+    if (page + pages_ahead_ < pages) {
+      const uint32_t* const later = codes(blocks[page + pages_ahead_]);
+      for (int i = 0; i < words_ * p_.block_size; i += 64 / static_cast<int>(sizeof(uint32_t))) {
+        __builtin_prefetch(later + i);
+      }
     }
+    return codes(blocks[page]);
   }
 
   // logits_[group][stride_]: of each page's tokens; -infinity in lanes without a token.
   void estimate(const int32_t* blocks, int pages) {
     float* out = logits_;
+    const int size = p_.block_size;
     if (halves_) {
       for (int page = 0; page < pages; page += 2, out += kLanes) {
-        prefetch(blocks, pages, page + kPagesAhead), prefetch(blocks, pages, page + kPagesAhead + 1);
-        const bool has_second = page + 1 < pages;
-        const uint32_t* const first = codes(blocks[page]);
-        const uint32_t* const second = has_second ? codes(blocks[page + 1]) : first;
-        multiply([&](int word) { return join(first + word * p_.block_size, second + word * p_.block_size); },
-                 has_second ? kLanes : kLanes / 2, out);
+        const uint32_t* const first = take_codes(blocks, pages, page);
+        if (page + 1 < pages) {
+          const uint32_t* const second = take_codes(blocks, pages, page + 1);
+          multiply([&](int word) { return join(first + word * size, second + word * size); }, out);
+        } else {
+          multiply([&](int word) { return join(first + word * size, first + word * size); }, out);
+          clear(out, kLanes / 2);
+        }
       }
     } else {
       for (int page = 0; page < pages; ++page) {
-        prefetch(blocks, pages, page + kPagesAhead);
-        const uint32_t* const of_page = codes(blocks[page]);
-        for (int first = 0; first < p_.block_size; first += kLanes, out += kLanes) {
-          const int lanes = std::min(kLanes, p_.block_size - first);
-          multiply([&](int word) { return load_words(of_page + word * p_.block_size + first, lanes); }, lanes, out);
+        const uint32_t* const codes = take_codes(blocks, pages, page);
+        int first = 0;
+        for (; first + kLanes <= size; first += kLanes, out += kLanes) {
+          multiply([&](int word) { return load_as<u32v>(codes + word * size + first); }, out);
+        }
+        if (const int lanes = size - first; lanes > 0) {
+          multiply([&](int word) { return load_partial_words(codes + word * size + first, lanes); }, out);
+          clear(out, lanes);
+          out += kLanes;
         }
       }
     }
@@ -144,8 +160,13 @@ class PageSelection {
     }
   }
 
-  FASTINFER_INLINE static u32v load_words(const uint32_t* p, int lanes) {
-    return (u32v)load_lanes(reinterpret_cast<const float*>(p), lanes);
+  // The lanes from `lanes` on have no tokens.
+  void clear(float* out, int lanes) const {
+    for (int r = 0; r < group_; ++r) std::fill(out + r * stride_ + lanes, out + r * stride_ + kLanes, -kInfinity);
+  }
+
+  static u32v load_partial_words(const uint32_t* p, int lanes) {
+    return (u32v)load_partial(reinterpret_cast<const float*>(p), lanes);
   }
 
   // kLanes / 2 words each.
@@ -158,19 +179,19 @@ class PageSelection {
 
   // One vector of tokens, whose words words(i) loads, for each query head.
   template <class Words>
-  FASTINFER_INLINE void multiply(const Words& words, int lanes, float* out) const {
+  FASTINFER_INLINE void multiply(const Words& words, float* out) const {
     int head = 0;
-    for (; head + kHeadsAtOnce <= group_; head += kHeadsAtOnce) multiply<kHeadsAtOnce>(words, lanes, head, out);
+    for (; head + kHeadsAtOnce <= group_; head += kHeadsAtOnce) multiply<kHeadsAtOnce>(words, head, out);
     switch (group_ - head) {
-      case 1: return multiply<1>(words, lanes, head, out);
-      case 2: return multiply<2>(words, lanes, head, out);
-      case 3: return multiply<3>(words, lanes, head, out);
+      case 1: return multiply<1>(words, head, out);
+      case 2: return multiply<2>(words, head, out);
+      case 3: return multiply<3>(words, head, out);
       default: return;
     }
   }
 
   template <int kHeads, class Words>
-  FASTINFER_INLINE void multiply(const Words& words, int lanes, int head, float* out) const {
+  FASTINFER_INLINE void multiply(const Words& words, int head, float* out) const {
     i32v sums[kHeads] = {};
     const int8_t* const q = &q_[head * p_.head_dim].value;
     for (int word = 0; word < words_ - 1; ++word) {
@@ -182,11 +203,10 @@ class PageSelection {
       }
     }
     const f32v scales = (f32v)words(words_ - 1);
+#pragma GCC unroll 4
     for (int r = 0; r < kHeads; ++r) {
       const Query& query = queries_[head + r];
-      float* const to = out + (head + r) * stride_;
-      store(to, to_f32(2 * sums[r] - query.offset) * (scales * query.factor));
-      std::fill(to + lanes, to + kLanes, -kInfinity);
+      store(out + (head + r) * stride_, to_f32(2 * sums[r] - query.offset) * (scales * query.factor));
     }
   }
 
@@ -202,9 +222,9 @@ class PageSelection {
     const float top = std::max(max_of_lanes(largest), -std::numeric_limits<float>::max());
     const auto exponentials = [&](int64_t i) __attribute__((always_inline)) {
       const f32v v = load(logits + i);
-      return select(v < kInfinity, exp(v - top), broadcast(kInfinity));
+      return select(v < kInfinity, exp2(v - top), broadcast(kInfinity));
     };
-    float sum = 0.0f;
+    f32x4 sums{};
     for (int page = 0; page < pages; page += kPagesAtOnce) {
       f32v parts[kPagesAtOnce];
       if (halves_) {
@@ -221,8 +241,9 @@ class PageSelection {
       }
       const f32x4 four = reduce_add(parts[0], parts[1], parts[2], parts[3]);
       store_as(sums_ + page, four);
-      for (int j = 0; j < kPagesAtOnce; ++j) sum += four[j] < kInfinity ? four[j] : 0.0f;
+      sums += four < kInfinity ? four : f32x4{};
     }
+    const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     const float inverse = 1.0f / std::max(sum, std::numeric_limits<float>::min());
     for (int page = 0; page < pages; ++page) weights_[page] += sums_[page] * inverse;
   }
@@ -237,7 +258,8 @@ class PageSelection {
   const int group_, kv_head_, words_;
   const bool halves_;  // whether a vector holds two pages
   const int vectors_;  // of a page
-  int64_t stride_;     // of a head's logits
+  const int pages_ahead_;
+  int64_t stride_;  // of a head's logits
   Int8* q_;
   float *logits_, *weights_, *sums_, *row_;
   Query* queries_;

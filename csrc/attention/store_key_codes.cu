@@ -46,7 +46,6 @@ __device__ void load_key(const StoreKeyCodesParams& p, int64_t row, int channel,
 
 template <class C>
 __global__ void __launch_bounds__(kThreads) store_key_codes_kernel(StoreKeyCodesParams p) {
-  __shared__ __align__(16) float rows[kWarps][kMaxKeyCodeDim];
   grid_dependency_wait();
   grid_dependency_launch();
   const int64_t slot = p.slot_mapping[blockIdx.x];
@@ -54,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) store_key_codes_kernel(StoreKeyCodes
   const int head = static_cast<int>(blockIdx.y) * kWarps + warp;
   // The host cannot check a slot without waiting for the device.
   if (slot < 0 || slot >= p.slots || head >= p.heads) return;
-  float* const row = rows[warp];
+  float* const row = reinterpret_cast<float*>(dynamic_shared()) + warp * p.head_dim;
   for (int first = lane * kChannels; first < p.head_dim; first += kWarpSize * kChannels) {
     float key[kChannels];
     load_key<C>(p, slot * p.heads + head, first, key);
@@ -86,6 +85,7 @@ __global__ void __launch_bounds__(kThreads) store_key_codes_kernel(StoreKeyCodes
 void store_key_codes(const StoreKeyCodesParams& p, void* stream) {
   const LaunchConfig config{.grid = p.tokens,
                             .block = kThreads,
+                            .shared_bytes = sizeof(float) * kWarps * p.head_dim,
                             .grid_y = static_cast<unsigned>((p.heads + kWarps - 1) / kWarps),
                             .dependent = true};
   const auto run = [&]<class C>(C) { launch("store_key_codes", store_key_codes_kernel<C>, config, stream, p); };

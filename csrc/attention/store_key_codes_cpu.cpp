@@ -20,9 +20,7 @@ void widen_key(const StoreKeyCodesParams& p, int64_t row, float* out) {
   } else {
     const float scale = kRowScales<C> ? static_cast<const float*>(p.k_scale)[row] : 1.0f;
     const C* const key = static_cast<const C*>(p.k_cache) + row * p.head_dim;
-    for_each_vector(p.head_dim, [&](int64_t i, int64_t lanes) {
-      store(out + i, load_lanes(key + i, lanes) * scale);
-    });
+    for_each_vector(p.head_dim, [&](int64_t i, int64_t lanes) { store(out + i, load_lanes(key + i, lanes) * scale); });
   }
   std::fill(out + p.head_dim, out + rotated_columns(p.head_dim), 0.0f);
 }

@@ -29,7 +29,7 @@ def cases() -> Iterator[tuple[str, dict[str, int]]]:
         yield "paged_attention", {"seqs": seqs, "head_dim": head_dim}
     for tokens, heads, max_blocks in itertools.product((1, 77, 256), (1, 8), (1, 512, 8192)):
         sizes = {"tokens": tokens, "q_heads": 4 * heads, "kv_heads": heads, "max_blocks": max_blocks}
-        yield from (("select_pages", sizes | {"head_dim": head_dim}) for head_dim in (64, 128, 512))
+        yield from (("select_pages", sizes | {"head_dim": head_dim, "block_size": 16}) for head_dim in (64, 128, 512))
     for tokens, heads, positions in itertools.product((1, 77, 8192), (1, 33, 64), (1, 2048, 8192, 163840)):
         index = {"tokens": tokens, "heads": heads, "head_dim": 128, "positions": positions}
         yield "select_tokens", index | {"top_k": 2048}

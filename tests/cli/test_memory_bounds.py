@@ -32,8 +32,8 @@ from fastinfer.cli.memory_bounds import (
     head_layouts,
     kv_cache_bytes,
     module_token_bytes,
-    page_bounds_bytes,
     positions_of_last,
+    sparse_attention_bytes,
 )
 from fastinfer.cli.memory_description import describe
 from fastinfer.engine.config import EngineConfig
@@ -240,11 +240,11 @@ def test_kv_cache_bytes_are_those_of_a_real_cache(
     config = replace(read_gguf_config(GGUFFile(model_path)), num_layers=4)
     block_size = EngineConfig().block_size
     num_blocks = batch * num_blocks_for(context, block_size)
-    for with_bounds in (False, True):
-        tensors = KVCache.of_model(config, [num_blocks], block_size, dtype, "cpu", with_bounds=with_bounds)
+    for with_key_codes in (False, True):
+        tensors = KVCache.of_model(config, [num_blocks], block_size, dtype, "cpu", with_key_codes=with_key_codes)
         real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
         expected = kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch)
-        assert expected + with_bounds * page_bounds_bytes(config, context, batch) == real
+        assert expected + with_key_codes * sparse_attention_bytes(config, context, batch) == real
     assert module_token_bytes(config, [dtype]) == {dtype_name(dtype): expected // (num_blocks * block_size)}
 
 

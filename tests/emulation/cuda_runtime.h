@@ -205,6 +205,10 @@ inline int __float_as_int(float x) {
 inline uint32_t __float_as_uint(float x) {
   return std::bit_cast<uint32_t>(x);
 }
+inline int __dp4a(int a, int b, int sum) {
+  for (int shift = 0; shift < 32; shift += 8) sum += static_cast<int8_t>(a >> shift) * static_cast<int8_t>(b >> shift);
+  return sum;
+}
 inline int __popc(uint32_t x) {
   return std::popcount(x);
 }

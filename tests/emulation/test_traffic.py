@@ -78,7 +78,7 @@ KNOWN_COSTS = {
 }
 
 # Kernels that no call reaches: not of the usual step of a model, or of several GPUs, whose links bind them.
-NOT_COUNTED = {"dequantize", "merge_attention_states", "pack", "permute_columns", "select_pages", "store_page_bounds"}
+NOT_COUNTED = {"dequantize", "merge_attention_states", "pack", "permute_columns", "select_pages", "store_key_codes"}
 NOT_COUNTED |= {"all_gather", "all_gather_rows", "all_reduce", "all_reduce_add_rms_norm", "local_ids"}
 
 

@@ -103,7 +103,7 @@ def test_caches(decoder: Decoder, dtype: torch.dtype) -> None:
     assert with_wrong_drafts(engine_of(decoder, **limits)) == alone(decoder, kv_cache_dtype=dtype)
 
 
-def test_bounds_are_kept_beyond_the_cache(decoder: Decoder, tmp_path: Path) -> None:
+def test_codes_are_kept_beyond_the_cache(decoder: Decoder, tmp_path: Path) -> None:
     expected = alone(decoder)
     for _ in range(2):
         engine = engine_of(decoder, kv_offloading_dir=str(tmp_path), num_kv_blocks=40, max_model_len=88)
@@ -114,13 +114,13 @@ def test_bounds_are_kept_beyond_the_cache(decoder: Decoder, tmp_path: Path) -> N
     assert engine.stats().num_loaded_disk_blocks > 20
 
 
-def test_only_later_layers_with_full_attention_and_keys_of_their_own_have_bounds(decoder: Decoder) -> None:
+def test_only_later_layers_with_full_attention_and_keys_of_their_own_have_codes(decoder: Decoder) -> None:
     layers = engine_of(decoder).worker.kv_cache.layers
-    assert [layer.bounds is not None for layer in layers] == [False, False, False, True, True, True]  # type: ignore[union-attr]
+    assert [layer.key_codes is not None for layer in layers] == [False, False, False, True, True, True]  # type: ignore[union-attr]
     assert layers[4] is layers[5]
     draft = engine_of(decoder, num_speculative_tokens=3).draft_worker
     assert draft is not None
-    assert all(layer.bounds is None for layer in draft.kv_cache.layers)  # type: ignore[union-attr]
+    assert all(layer.key_codes is None for layer in draft.kv_cache.layers)  # type: ignore[union-attr]
 
 
 def test_memory(decoder: Decoder) -> None:

@@ -118,9 +118,9 @@ def plan_header(batch: Batch) -> tuple[int, int]:
 def test_pages_that_blocks_share(emulator: Emulator, device: str) -> None:
     batch = make_batch([(1, 3000), (2, 700)], 6, 2, 128, 4, torch.bfloat16, device=device)
     blocks = len(batch.k_cache)
-    bounds = torch.zeros(blocks, 2, 2, 128, dtype=torch.bfloat16, device=device)
-    ops.store_page_bounds(bounds, batch.k_cache, None, torch.arange(4 * blocks, device=device))
+    codes = torch.zeros(blocks, 2, 17, 4, dtype=torch.int32, device=device)
+    ops.store_key_codes(codes, batch.k_cache, None, torch.arange(4 * blocks, device=device))
     ragged = batch.block_table, batch.seq_lens, batch.query_start
-    found = same_in_any_order(emulator, lambda: ops.select_pages(batch.q, bounds, *ragged, 4, 50)[0])
+    found = same_in_any_order(emulator, lambda: ops.select_pages(batch.q, codes, *ragged, 4, 50)[0])
     with emulator.device("small"):
-        assert_bitwise(ops.select_pages(batch.q, bounds, *ragged, 4, 50)[0], found)
+        assert_bitwise(ops.select_pages(batch.q, codes, *ragged, 4, 50)[0], found)

@@ -226,9 +226,9 @@ def heads_call(op: str, dtype: torch.dtype, cache: torch.dtype, weight: torch.dt
     if op == "rotary_embedding":
         return {"q": q, "k": k, **rotary}
     if op == "select_pages":
-        bounds = torch.zeros(2, 2, 2, head_dim).bfloat16()
+        codes = torch.zeros(2, 2, head_dim // 8 + 1, 16).int()
         pages = {"block_size": 16, "num_pages": 4, "scale": 1.0}
-        return {"q": q, "bounds": bounds, "block_table": int32(0, 1)[None], **ragged, **pages}
+        return {"q": q, "codes": codes, "block_table": int32(0, 1)[None], **ragged, **pages}
     if op == "select_tokens":
         index = {"weights": torch.zeros(3, 4).to(dtype), "keys": torch.zeros(2, 16, 1, head_dim).to(cache)}
         return {"q": q, **index, "block_table": int32(0, 1)[None], **ragged, "top_k": 4}
@@ -246,9 +246,9 @@ def heads_call(op: str, dtype: torch.dtype, cache: torch.dtype, weight: torch.dt
         scales = {name: torch.zeros(2, 16, 2) for name in ("k_scale", "v_scale")}
     else:
         scales = {"k_scale": None, "v_scale": None}
-    if op == "store_page_bounds":
-        bounds = torch.zeros(2, 2, 2, head_dim).to(dtype)
-        return {"bounds": bounds, "k_cache": caches["k_cache"], "k_scale": scales["k_scale"], "slot_mapping": slots}
+    if op == "store_key_codes":
+        codes = torch.zeros(2, 2, head_dim // 8 + 1, 16).to(dtype)
+        return {"codes": codes, "k_cache": caches["k_cache"], "k_scale": scales["k_scale"], "slot_mapping": slots}
     if op == "store_kv_cache":
         return {"k": k, "v": v, **caches, "slot_mapping": slots, **scales}
     if op == "norm_rotary_store":
@@ -279,7 +279,7 @@ def test_dtypes_of_heads_caches_and_weights(op: str, column: str, device: str) -
 def test_head_sizes(op: str, column: str, device: str) -> None:
     takes = support.TABLE[op][column]
     caches = [torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8] if takes.cache_dtype else [None]
-    dtype = torch.int32 if op == "paged_attention_plan" else torch.bfloat16
+    dtype = torch.int32 if op in ("paged_attention_plan", "store_key_codes") else torch.bfloat16
 
     def calls() -> Iterator[tuple[Call, Call]]:
         yield {"dtype": torch.float64}, heads_call(op, torch.float64, dtype, dtype, 64)

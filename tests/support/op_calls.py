@@ -205,17 +205,17 @@ def sample_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
 def sparse_attention_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """A sequence with seven pages, of which each token reads four."""
     q, k_cache, v_cache = torch.randn(3, 4, 64).bfloat16(), *torch.randn(2, 7, 16, 2, 64).bfloat16()
-    bounds, slots = torch.zeros(7, 2, 2, 64).bfloat16(), torch.tensor([15, -1, 16, 111])
-    yield "store_page_bounds", (bounds.clone(), k_cache, None, slots)
+    key_codes, slots = torch.zeros(7, 2, 9, 16).int(), torch.tensor([15, -1, 16, 111])
+    yield "store_key_codes", (key_codes.clone(), k_cache, None, slots)
     integers = torch.randint(-127, 128, (7, 16, 2, 64)).to(torch.int8), torch.rand(7, 16, 2)
-    yield "store_page_bounds", (bounds.clone(), *integers, slots)
+    yield "store_key_codes", (key_codes.clone(), *integers, slots)
     codes = torch.randint(0, 256, (7, 16, 2, 32)).to(torch.uint8), torch.rand(7, 16, 2, 4, 2).half()
-    yield "store_page_bounds", (bounds.clone(), *codes, slots)
-    least, largest = torch.randn(2, 7, 2, 64).sort(0).values
-    bounds = torch.stack([least, largest], 2).bfloat16()
+    yield "store_key_codes", (key_codes.clone(), *codes, slots)
+    key_codes = torch.randint(-(2**31), 2**31, (7, 2, 9, 16)).int()
+    key_codes[:, :, -1] = torch.rand(7, 2, 16).view(torch.int32)  # scales
     ragged = int32(4, 6, 0, 3, 5, 1, 2)[None], int32(105), int32(0, 3)
-    yield "select_pages", (q, bounds, *ragged, 16, 4, 0.125)
-    yield "select_pages", (q.float(), bounds, *ragged, 16, 9, 0.125)
+    yield "select_pages", (q, key_codes, *ragged, 16, 4, 0.125)
+    yield "select_pages", (q.float(), key_codes, *ragged, 16, 9, 0.125)
     index, weights = k_cache[:, :, :1].contiguous(), torch.randn(3, 6)[:, 1:5]
     yield "select_tokens", (q, weights.bfloat16(), index, *ragged, 9)
     if cpu_alone:

@@ -245,6 +245,22 @@ def dequantize_int4(codes: Tensor, scales: Tensor, size: int) -> Tensor:
     return scale * q + minimum
 
 
+def hadamard(x: Tensor) -> Tensor:
+    """Rows [..., n] times the Hadamard matrix of the largest power of two that divides n, run by run, in fp64."""
+    matrix, size = torch.ones(1, 1, dtype=torch.float64), x.shape[-1] & -x.shape[-1]
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (x.double().unflatten(-1, (-1, size)) @ matrix.to(x.device)).flatten(-2)
+
+
+def key_levels(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """The levels of keys, [blocks, block_size, heads, head_dim], and their scales [blocks, block_size, heads]."""
+    words, scales = codes[:, :, :-1].transpose(1, 3), codes[:, :, -1].transpose(1, 2)
+    bits = words[..., None] >> torch.tensor([0, 8, 16, 24, 4, 12, 20, 28], device=codes.device)
+    levels = (bits & 15).transpose(2, 3).flatten(-2).double() - 7.5
+    return levels, scales.contiguous().view(torch.float32)
+
+
 def norm_rotary(
     x: Tensor, weight: Tensor | None, eps: float, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
 ) -> Tensor:

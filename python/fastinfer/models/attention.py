@@ -156,9 +156,8 @@ class Attention:
         else:  # of tokens that see nothing, as the others do here, it is 0
             out = attend(q, cache.k, cache.v, table, sparse.dense_lens, batch.query_start, lse=lse)
         rows = q[: sparse.num_rows]
-        pages, lens = ops.select_pages(
-            rows, cache.key_codes, table, batch.seq_lens, batch.query_start, cache.k.shape[1], sparse.num_pages, self.scale
-        )
+        ragged = table, batch.seq_lens, batch.query_start
+        pages, lens = ops.select_pages(rows, cache.key_codes, *ragged, cache.k.shape[1], sparse.num_pages, self.scale)
         if plan.sparse is None:
             plan.sparse = ops.paged_attention_plan(lens, sparse.row_start, *self.plan_sizes)
         attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=out[: sparse.num_rows], plan=plan.sparse)

@@ -1,8 +1,8 @@
 """Sparse attention of generated tokens: each reads only those pages of the KV cache that can matter most to it.
 
-A page is a block of the cache. :func:`store_key_codes` keeps each key in four bits an element, from which follow estimates
-of its logit for any query. :func:`select_pages` weighs the pages by these and takes the heaviest, and
-:func:`fastinfer.ops.paged_attention` attends to these as if they were the whole sequence. With as many pages as the
+A page is a block of the cache. :func:`store_key_codes` keeps each key in four bits an element, from which its logit can
+be estimated for any query. :func:`select_pages` weighs the pages by these estimates and takes the heaviest, and
+:func:`fastinfer.ops.paged_attention` attends to them as if they were the whole sequence. With as many pages as the
 sequence has the result is bitwise that of dense attention.
 
 Models that were trained with sparse attention choose single tokens by an indexer of their own, for prompts too:
@@ -17,15 +17,15 @@ from fastinfer.ops._library import inference_only, ops
 def store_key_codes(codes: Tensor, k_cache: Tensor, k_scale: Tensor | None, slot_mapping: Tensor) -> None:
     """Write the codes of keys that have just been written, in place.
 
-    Call it after :func:`fastinfer.ops.store_kv_cache` with the same slots. A key is multiplied by the Hadamard matrix of
-    the largest power of two that divides its size, so that no channel is much larger than the others. Each element of
-    the product becomes the nearest of 16 levels -7.5, -6.5 .. 7.5, times the key's scale, with which the largest element
-    is at the outermost level.
+    Call it after :func:`fastinfer.ops.store_kv_cache` with the same slots. A key is multiplied by the Hadamard matrix
+    of the largest power of two that divides its size, run by run, so that no channel is much larger than the others.
+    Each element of the product becomes the nearest of 16 levels -7.5, -6.5 .. 7.5, times the key's scale, which puts
+    the largest element at the outermost level.
 
     Args:
-        codes: [num_blocks, kv_heads, head_dim / 8 + 1, block_size] int32, written in place: eight codes a word, and then
-            the bits of the scale in fp32. The codes of the channels 8 w + b and 8 w + 4 + b are the lower and the upper
-            half of byte b of word w. The scale of a key with an infinity or a NaN is NaN.
+        codes: [num_blocks, kv_heads, head_dim / 8 + 1, block_size] int32, written in place: eight codes a word, and
+            then the bits of the scale in fp32. The codes of the channels 8 w + b and 8 w + 4 + b are the lower and the
+            upper half of byte b of word w. The scale of a key with an infinity or a NaN is NaN.
         k_cache, k_scale: keys of the cache, as in :func:`fastinfer.ops.store_kv_cache`, with a head_dim that is a
             multiple of 8, on CUDA of at most 512.
         slot_mapping: [tokens] int64; ``block * block_size + offset``. A token with slot -1 is skipped.
@@ -34,7 +34,7 @@ def store_key_codes(codes: Tensor, k_cache: Tensor, k_scale: Tensor | None, slot
         RuntimeError: a shape, dtype, device or on CUDA the ``head_dim`` does not fit; scales are missing, or passed
             for a cache that has none; on the CPU also a slot outside the cache, which CUDA skips.
 
-    Devices: CPU, CUDA.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: keys in four bits as estimates: Twilight: Lin et al., 2025, https://arxiv.org/abs/2502.02770; the rotation:
     QuaRot: Ashkboos et al., 2024, https://arxiv.org/abs/2404.00456.
@@ -64,10 +64,10 @@ def select_pages(
 
     These are the first page, the last two pages of what the token sees, and of the others those with the largest
     weights. Each query head's logits in these pages are estimated: the query is rotated as the keys are and rounded to
-    eight bits, so that a logit is a product of integers times both scales. Their softmax over all tokens of these pages,
-    summed over a page's tokens and over the query heads that share the KV head, is the page's weight. A token that sees
-    no more than ``num_pages`` pages reads them all. The pages stay in their order; of equal weights the earlier page
-    wins. A page with an estimate that is NaN or infinite has an infinite weight.
+    eight bits, so that a logit is a product of integers times both scales. The softmax of the estimates over all tokens
+    of these pages, summed over a page's tokens and over the query heads that share the KV head, is the page's weight. A
+    token that sees no more than ``num_pages`` pages reads them all. The pages stay in their order; of equal weights the
+    earlier page wins. A page with an estimate that is NaN or infinite has an infinite weight.
 
     The results are a block table and lengths for :func:`fastinfer.ops.paged_attention`, in which each token is a
     sequence of its own: its ``query_start`` is 0, 1, 2, ... A token's pages do not depend on the other tokens.
@@ -93,10 +93,10 @@ def select_pages(
         RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit; ``num_pages`` is less than 4; on the
             CPU also lengths that contradict each other, and blocks outside the cache.
 
-    Devices: CPU, CUDA.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: pages by query: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774; estimates from keys in four bits:
-    Twilight: Lin et al., 2025, https://arxiv.org/abs/2502.02770.
+    Source: pages for each query: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774; estimates by keys in four
+    bits: Twilight: Lin et al., 2025, https://arxiv.org/abs/2502.02770.
 
     >>> import torch, fastinfer.ops as ops
     >>> keys = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 1, 8).contiguous()  # six pages of one key each

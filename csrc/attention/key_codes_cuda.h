@@ -1,0 +1,37 @@
+// The rotation of keys and queries by one warp, see key_codes.h.
+#pragma once
+
+#include "attention/key_codes.h"
+#include "common/cuda/reduce.h"
+
+namespace fastinfer::cuda {
+
+// Replaces each run of a row in shared memory, which the warp has written, by its product with the Hadamard matrix,
+// without a factor. Sums are formed as on the CPU. All lanes of the warp call it.
+__device__ inline void rotate_by_warp(float* row, int head_dim) {
+  const int lane = static_cast<int>(threadIdx.x % kWarpSize);
+  for (int step = 1; step < hadamard_size(head_dim); step *= 2) {
+    __syncwarp();
+    for (int i = lane; i < head_dim / 2; i += kWarpSize) {
+      float* const pair = row + i / step * 2 * step + i % step;
+      const float a = pair[0], b = pair[step];
+      pair[0] = a + b;
+      pair[step] = a - b;
+    }
+  }
+  __syncwarp();
+}
+
+// The largest magnitude of a row, or a NaN if it has one.
+__device__ inline float largest_of_row(const float* row, int head_dim) {
+  int largest = 0;  // integers order magnitudes like numbers, and a NaN above all
+  for (int i = static_cast<int>(threadIdx.x % kWarpSize); i < head_dim; i += kWarpSize) {
+    largest = max(largest, __float_as_int(row[i]) & 0x7fffffff);
+  }
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    largest = max(largest, __shfl_xor_sync(kFullMask, largest, offset));
+  }
+  return __int_as_float(largest);
+}
+
+}  // namespace fastinfer::cuda
