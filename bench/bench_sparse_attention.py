@@ -73,19 +73,8 @@ def pages_by(
 
 
 # Tokens a page, share of the pages that are read, and number of first layers that attend to everything.
-SETTINGS = [
-    (8, 1 / 2, 2),
-    (8, 1 / 4, 2),
-    (8, 1 / 8, 2),
-    (16, 1 / 2, 2),
-    (16, 1 / 4, 2),
-    (16, 1 / 8, 2),
-    (32, 1 / 2, 2),
-    (32, 1 / 4, 2),
-    (8, 1 / 4, 12),
-    (16, 1 / 4, 12),
-    (16, 1 / 4, 20),
-]
+SETTINGS = [(block_size, share, 2) for block_size in (8, 16, 32) for share in (1 / 2, 1 / 4, 1 / 8, 1 / 16)]
+SETTINGS += [(16, 1 / 8, dense_layers) for dense_layers in (12, 20)]
 
 METHODS = {"estimates": ops.select_pages, "window": window_pages, "random": random_pages}
 
@@ -289,7 +278,7 @@ def main() -> int:
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS)
     parser.add_argument("--context", type=int, default=4096, help="tokens of the text")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of its end that are compared")
-    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 32])
+    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 8, 32], help="the first is that of the times")
     parser.add_argument("--share", type=float, nargs="+", default=[1 / 4, 1 / 8, 1 / 16])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the times")
     parser.add_argument("--rounds", type=int, default=15)
