@@ -34,6 +34,7 @@ KNOWN_COSTS = {
     "shared attention/store_kv_cache_cuda.h convert_head": 2.0,
     "shared rotary/latent_rotary_store.cu store_row": 2.0,
     "shared rotary/norm_rotary_store.cu prepare_head": 2.0,
+    "shared rotary/norm_rotary_store.cu store_query": 2.0,
     # Scales of one KV head: two heads lie side by side.
     "global attention/paged_attention_tile_cuda.h copy_chunk": 2.3,
     "global attention/paged_attention_tile_cuda.h copy_scales": 2.0,
