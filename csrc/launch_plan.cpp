@@ -122,7 +122,8 @@ LaunchPlan plan_add_lora(const Sizes& sizes, const Device&) {
 
 LaunchPlan plan_gated_delta_rule(const Sizes& sizes, const Device& device) {
   const int64_t tokens = sizes.at("tokens"), heads = sizes.at("value_heads"), value_dim = sizes.at("value_dim");
-  const auto p = cuda::plan_gated_delta_rule(sizes.at("seqs"), tokens, heads, sizes.at("key_dim"), value_dim, device);
+  const auto p = cuda::plan_gated_delta_rule(sizes.at("seqs"), tokens, heads, sizes.at("key_dim"), value_dim,
+                                             sizes.at("channel_decay") != 0, device);
   return {
       .facts = {{"columns_per_block", p.rule.columns}, {"rows_per_warp", p.rule.rows}},
       .workspace_bytes = tokens * heads * value_dim * static_cast<int64_t>(sizeof(float)),
@@ -183,7 +184,7 @@ const std::vector<Policy>& policies() {
       {"rms_norm", {{"rows", 0}, {"hidden", 1}}, plan_rms_norm},
       {"add_lora", {{"tokens", 0}, {"out", 1}, {"max_rank", 1}}, plan_add_lora},
       {"gated_delta_rule",
-       {{"seqs", 0}, {"tokens", 0}, {"value_heads", 1}, {"key_dim", 1}, {"value_dim", 1}},
+       {{"seqs", 0}, {"tokens", 0}, {"value_heads", 1}, {"key_dim", 1}, {"value_dim", 1}, {"channel_decay", 0, 0}},
        plan_gated_delta_rule},
       {"mamba2_scan",
        {{"seqs", 0}, {"tokens", 0}, {"heads", 1}, {"groups", 1}, {"state_dim", 1}, {"head_dim", 1}},

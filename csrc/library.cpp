@@ -66,7 +66,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   def_with_out(m, "gated_delta_rule",
                "Tensor qkv, Tensor z, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor norm_weight, float eps, "
                "Tensor(a!) recurrent_state, Tensor query_start, Tensor state_reads, Tensor state_writes, "
-               "float beta_scale=1.0");
+               "float beta_scale=1.0, bool sigmoid_gate=False, float decay_bound=0.0");
   def_with_out(m, "mamba2_scan",
                "Tensor xbc, Tensor z, Tensor dt, Tensor a_log, Tensor dt_bias, Tensor d, Tensor? norm_weight, "
                "float eps, float dt_min, float dt_max, Tensor(a!) ssm_state, Tensor query_start, Tensor state_reads, "

@@ -9,7 +9,7 @@ namespace {
 Tensor gated_delta_rule(const Output& output, const Tensor& qkv, const Tensor& z, const Tensor& a, const Tensor& b,
                         const Tensor& a_log, const Tensor& dt_bias, const Tensor& norm_weight, double eps,
                         const Tensor& recurrent_state, const Tensor& query_start, const Tensor& state_reads,
-                        const Tensor& state_writes, double beta_scale) {
+                        const Tensor& state_writes, double beta_scale, bool sigmoid_gate, double decay_bound) {
   const Checks check("gated_delta_rule", qkv);
   check.shape(qkv, "qkv", {kAny, kAny});
   check.rows_contiguous(qkv, "qkv");
@@ -28,10 +28,14 @@ Tensor gated_delta_rule(const Output& output, const Tensor& qkv, const Tensor& z
   check.shape(z, "z", {tokens, values});
   check.dtype(z, "z", qkv.scalar_type());
   check.rows_contiguous(z, "z");
-  check.shape(a, "a", {tokens, heads});
+  check.shape(a, "a", {tokens, kAny});
+  const bool channels = a.size(1) == heads * key_dim;
+  check.require(a.size(1) == heads || channels, "a must have ", heads, " or ", heads * key_dim, " columns, got ",
+                a.size(1));
   check.rows_contiguous(a, "a");
   check.shape(b, "b", {tokens, heads});
   check.rows_contiguous(b, "b");
+  check.require(decay_bound <= 0, "decay_bound must not be positive, got ", decay_bound);
   check.shape(norm_weight, "norm_weight", {value_dim});
   check.contiguous(norm_weight, "norm_weight");
   GatedDeltaRuleParams params{
@@ -40,7 +44,7 @@ Tensor gated_delta_rule(const Output& output, const Tensor& qkv, const Tensor& z
       .a = a.data_ptr(),
       .b = b.data_ptr(),
       .a_log = head_floats(check, a_log, "a_log", heads),
-      .dt_bias = head_floats(check, dt_bias, "dt_bias", heads),
+      .dt_bias = head_floats(check, dt_bias, "dt_bias", a.size(1)),
       .norm_weight = norm_weight.data_ptr(),
       .state = static_cast<float*>(recurrent_state.data_ptr()),
       .out = nullptr,
@@ -56,6 +60,9 @@ Tensor gated_delta_rule(const Output& output, const Tensor& qkv, const Tensor& z
       .value_dim = value_dim,
       .eps = static_cast<float>(eps),
       .beta_scale = static_cast<float>(beta_scale),
+      .decay_bound = static_cast<float>(decay_bound),
+      .channel_decay = channels,
+      .sigmoid_gate = sigmoid_gate,
       .dtype = dtype,
       .a_dtype = check.fp32_or(dtype, a, "a"),
       .b_dtype = check.fp32_or(dtype, b, "b"),

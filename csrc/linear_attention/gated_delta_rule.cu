@@ -15,15 +15,16 @@ namespace fastinfer::cuda {
 namespace {
 
 // What a block prepares of some tokens, in shared memory. Rows are padded, so that tokens which a warp prepares lie in
-// different banks.
-template <int kRows>
+// different banks. With kChannels each channel of a key has a decay.
+template <int kRows, bool kChannels>
 struct Prepared {
   static constexpr int kLanes = preparing_lanes(kRows), kTokens = prepared_tokens(kRows);
   static constexpr int kColumns = StatePart<kRows>::kBlockColumns;
   float keys[kTokens][kRows + kLanes];     // of length 1
   float queries[kTokens][kRows + kLanes];  // of length 1 / sqrt(key_dim)
   float values[kTokens][kColumns + kLanes];
-  float decay[kTokens], beta[kTokens];
+  float decay[kTokens][kChannels ? kRows + kLanes : 1];
+  float beta[kTokens];
   float key_query[kTokens];  // k . q
   int32_t writes[kTokens];
 };
@@ -35,11 +36,46 @@ __device__ float token_sum(float value) {
   return value;
 }
 
-// Threads, numbered from 0, prepare the tokens from `first` on; a warp fills its places with the last one.
+__device__ float decay_of(const GatedDeltaRuleParams& p, float rate, float step) {
+  if (p.decay_bound != 0.0f) return expf(p.decay_bound / (1.0f + expf(-rate * step)));
+  const float softplus = fmaxf(step, 0.0f) + log1pf(expf(-fabsf(step)));
+  return expf(-rate * softplus);
+}
+
+// Prepares the decays of a token's channels, of which a lane has those of its part of the keys; 0 where there is none.
 template <class T, int kRows>
-__device__ void prepare(const GatedDeltaRuleParams& p, Prepared<kRows>& shared, int thread, int64_t head,
+__device__ void prepare_decays(const GatedDeltaRuleParams& p, Prepared<kRows, true>& shared, int i, int lane,
+                               int64_t token, int64_t head) {
+  const int64_t first = token * p.a_stride + head * p.key_dim;
+  const bool is_float = p.a_dtype == DType::kFloat32;
+  const T* const narrow = static_cast<const T*>(p.a) + (is_float ? 0 : first);
+  const float* const wide = static_cast<const float*>(p.a) + (is_float ? first : 0);
+  const float* const bias = p.dt_bias + head * p.key_dim;
+  const auto is_aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
+  const float rate = expf(p.a_log[head]);
+#pragma unroll
+  for (int j = 0; j < kPreparedElements / 8; ++j) {
+    const int at = (j * Prepared<kRows, true>::kLanes + lane) * 8;
+    float steps[8] = {}, biases[8] = {}, decays[8] = {};
+    if (at < p.key_dim) {
+      if (is_float) {
+        load_eight(wide + at, is_aligned(wide), steps);
+      } else {
+        load_eight(narrow + at, is_aligned(narrow), steps);
+      }
+      load_eight(bias + at, is_aligned(bias), biases);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) decays[e] = decay_of(p, rate, steps[e] + biases[e]);
+    }
+    store_values(&shared.decay[i][at], decays);
+  }
+}
+
+// Threads, numbered from 0, prepare the tokens from `first` on; a warp fills its places with the last one.
+template <class T, int kRows, bool kChannels>
+__device__ void prepare(const GatedDeltaRuleParams& p, Prepared<kRows, kChannels>& shared, int thread, int64_t head,
                         int64_t first_column, int64_t first, int64_t end) {
-  constexpr int kLanes = Prepared<kRows>::kLanes;
+  constexpr int kLanes = Prepared<kRows, kChannels>::kLanes;
   const int lane = thread % kLanes, i = thread / kLanes;
   if (first + thread / kWarpSize * (kWarpSize / kLanes) >= end) return;  // the whole warp
   const int64_t token = min(first + i, end - 1);
@@ -89,20 +125,23 @@ __device__ void prepare(const GatedDeltaRuleParams& p, Prepared<kRows>& shared, 
     store_values(&shared.queries[i][at], query[j]);
     store_values(&shared.keys[i][at], key[j]);
   }
+  if constexpr (kChannels) prepare_decays<T>(p, shared, i, lane, token, head);
   if (lane != 0) return;
-  const float step = load_float_or<T>(p.a, p.a_dtype, token * p.a_stride + head) + p.dt_bias[head];
-  const float softplus = fmaxf(step, 0.0f) + log1pf(expf(-fabsf(step)));
-  shared.decay[i] = expf(-expf(p.a_log[head]) * softplus);
+  if constexpr (!kChannels) {
+    const float step = load_float_or<T>(p.a, p.a_dtype, token * p.a_stride + head) + p.dt_bias[head];
+    shared.decay[i][0] = decay_of(p, expf(p.a_log[head]), step);
+  }
   const float write = load_float_or<T>(p.b, p.b_dtype, token * p.b_stride + head);
   shared.beta[i] = p.beta_scale * (1.0f / (1.0f + expf(-write)));
   shared.key_query[i] = product * q_scale * k_scale;
   shared.writes[i] = p.slots.writes[token];
 }
 
-template <class T, int kRows, bool kAhead>
+template <class T, int kRows, bool kAhead, bool kChannels>
 __global__ void __launch_bounds__(kAhead ? 2 * kStateThreads : kStateThreads, kAhead ? 2 : 4)
     gated_delta_rule_kernel(GatedDeltaRuleParams p) {
   using Part = StatePart<kRows>;
+  using Tokens = Prepared<kRows, kChannels>;
   grid_dependency_wait();
   grid_dependency_launch();
   const StateBlock<kRows> block(p.slots, p.state, p.value_heads, p.key_dim, p.value_dim);
@@ -110,17 +149,22 @@ __global__ void __launch_bounds__(kAhead ? 2 * kStateThreads : kStateThreads, kA
   const int summed = Part::first_column() + Part::summed_column();
   float* output = p.outputs + (block.begin * p.value_heads + block.head) * p.value_dim + block.first_column + summed;
   Part part = block.load();
-  const auto prepare_tokens = [&](Prepared<kRows>& shared, int thread, int64_t first) {
+  const auto prepare_tokens = [&](Tokens& shared, int thread, int64_t first) {
     prepare<T>(p, shared, thread, block.head, block.first_column, first, block.end);
   };
-  block.template each_prepared<Prepared<kRows>, kAhead>(prepare_tokens, [&](const Prepared<kRows>& shared, int tokens) {
+  block.template each_prepared<Tokens, kAhead>(prepare_tokens, [&](const Tokens& shared, int tokens) {
     LaneRows key, query;
     Part::load_rows(shared.keys[0], key);
     Part::load_rows(shared.queries[0], query);
     for (int i = 0; i < tokens; ++i, output += p.value_heads * p.value_dim) {
-      const float decay = shared.decay[i], beta = shared.beta[i], value = shared.values[i][summed];
+      const float decay = kChannels ? 1.0f : shared.decay[i][0], beta = shared.beta[i], value = shared.values[i][summed];
       const float key_query = shared.key_query[i];
       const int32_t write = shared.writes[i];
+      if constexpr (kChannels) {
+        LaneRows decays;
+        Part::load_rows(shared.decay[i], decays);
+        part.scale(decays);
+      }
       const LaneColumns key_parts = part.dot(key), query_parts = part.dot(query);
       // The next token's, which is only read where there is one.
       LaneRows next_key;
@@ -130,7 +174,7 @@ __global__ void __launch_bounds__(kAhead ? 2 * kStateThreads : kStateThreads, kA
       const float key_sum = Part::sum(key_parts);
       const float d = beta * fmaf(-decay, key_sum, value);
       const float query_sum = Part::sum(query_parts);
-      part.scale(decay);
+      if constexpr (!kChannels) part.scale(decay);
       part.add(key, Part::columns_of(d));
       if (Part::has_sum()) *output = fmaf(d, key_query, decay * query_sum);
       block.store(part, write);
@@ -164,19 +208,27 @@ __global__ void __launch_bounds__(kDeltaNorms* kWarpSize) gated_norm_kernel(Gate
     const int at = j * kWarpSize + lane;
     if (at >= p.value_dim) break;
     const float gate = to_float(z[at]), weight = load_float_or<T>(p.norm_weight, p.norm_weight_dtype, at);
-    static_cast<T*>(p.out)[i * p.value_dim + at] = from_float<T>(o[j] * scale * weight * (gate / (1.0f + expf(-gate))));
+    const float factor = (p.sigmoid_gate ? 1.0f : gate) / (1.0f + expf(-gate));
+    static_cast<T*>(p.out)[i * p.value_dim + at] = from_float<T>(o[j] * scale * weight * factor);
   }
 }
 
 }  // namespace
 
 void gated_delta_rule(const GatedDeltaRuleParams& p, void* stream) {
-  const auto plan = plan_gated_delta_rule(p.slots.seqs, p.tokens, p.value_heads, p.key_dim, p.value_dim, p.device);
+  const auto plan = plan_gated_delta_rule(p.slots.seqs, p.tokens, p.value_heads, p.key_dim, p.value_dim,
+                                          p.channel_decay, p.device);
   dispatch_cuda(p.dtype, [&]<class T>(T) {
-    const auto choose = [&]<int kRows>() {
-      return plan.rule.ahead ? gated_delta_rule_kernel<T, kRows, true> : gated_delta_rule_kernel<T, kRows, false>;
+    const auto choose = [&]<int kRows, bool kChannels>() {
+      return plan.rule.ahead ? gated_delta_rule_kernel<T, kRows, true, kChannels>
+                             : gated_delta_rule_kernel<T, kRows, false, kChannels>;
     };
-    const auto kernel = plan.rule.rows == 128 ? choose.template operator()<128>() : choose.template operator()<256>();
+    const auto choose_rows = [&]<bool kChannels>() {
+      return plan.rule.rows == 128 ? choose.template operator()<128, kChannels>()
+                                   : choose.template operator()<256, kChannels>();
+    };
+    const auto kernel = p.channel_decay ? choose_rows.template operator()<true>()
+                                        : choose_rows.template operator()<false>();
     launch("gated_delta_rule", kernel, plan.rule.launch, stream, p);
     launch("gated_norm", gated_norm_kernel<T>, plan.norm, stream, p);
   });

@@ -3,6 +3,10 @@
 //   d = beta (v - decay S^T k),  o = (decay S^T q + d (k . q)) / sqrt(key_dim),  S = decay S + k d^T,
 //   out = o / sqrt(mean(o^2) + eps) * norm_weight * silu(z).
 // d and o need the state of the token before alone, so that one sweep over it computes both.
+//
+// With a decay for each channel of a key (Kimi Delta Attention) it is a vector, D = diag(decay), and D S takes the place
+// of decay S: S^T D k and S^T D q are the products with keys and queries that have been multiplied by it. No exponent is
+// ever positive, as each token is computed from the state before it.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +25,10 @@ inline constexpr float kDeltaNormEps = 1e-6f;                           // in th
 struct GatedDeltaRuleParams {
   const void* qkv;          // [tokens, q of key_heads x key_dim, k likewise, v of value_heads x value_dim]
   const void* z;            // [tokens, value_heads * value_dim]
-  const void* a;            // [tokens, value_heads]
+  const void* a;            // [tokens, value_heads]; with channel_decay [tokens, value_heads * key_dim]
   const void* b;            // [tokens, value_heads]
   const float* a_log;       // [value_heads]
-  const float* dt_bias;     // [value_heads]
+  const float* dt_bias;     // [value_heads]; with channel_decay [value_heads * key_dim]
   const void* norm_weight;  // [value_dim]
   float* state;             // [slots, value_heads, key_dim, value_dim]
   void* out;                // [tokens, value_heads * value_dim]
@@ -40,6 +44,9 @@ struct GatedDeltaRuleParams {
   int64_t value_dim;
   float eps;
   float beta_scale;
+  float decay_bound;   // not 0: decay = exp(decay_bound sigmoid(exp(a_log) (a + dt_bias)))
+  bool channel_decay;  // a decay for each channel of a key
+  bool sigmoid_gate;   // sigmoid(z) instead of silu(z)
   DType dtype;  // of qkv, z and out
   DType a_dtype;
   DType b_dtype;

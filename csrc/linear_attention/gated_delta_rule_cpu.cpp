@@ -6,8 +6,10 @@
 // read where it lies: in the slot, in which a decode step's second sweep finds it in the L2, or in scratch memory.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "common/cpu/parallel.h"
+#include "common/cpu/softplus.h"
 #include "common/cpu/vec.h"
 #include "linear_attention/gated_delta_rule.h"
 #include "linear_attention/state_cpu.h"
@@ -19,18 +21,22 @@ constexpr int64_t kTokens = 16;
 constexpr int64_t kColumns = 32;                // of 128 rows 16 KB, which the L1 holds
 constexpr int64_t kColumnsAlone = 128;          // of a sequence with one token, with AVX-512: a head in one pass
 constexpr int kRowSums = kLanes == 16 ? 2 : 1;  // with the columns' vectors, so many sums that additions overlap
-enum Scratch { kKeys, kQueries, kOutputs, kState };
+enum Scratch { kKeys, kQueries, kOutputs, kState, kDecays, kDecayedKeys };
 
-// What a token adds to the state: S = decay S + k d^T.
-template <int kVectors>
+// What a token adds to the state: S = decay S + k d^T; with kChannels each row has a decay of its own.
+template <int kVectors, bool kChannels>
 struct Update {
-  float decay;
+  std::conditional_t<kChannels, const float*, float> decay;
   const float* k;
   f32v d[kVectors];
 
   // Both sweeps must round alike, whatever the compiler fuses.
   FASTINFER_INLINE f32v apply(f32v s, int64_t row, int c) const {
-    return in_register(s * decay) + k[row] * d[c];
+    if constexpr (kChannels) {
+      return in_register(s * decay[row]) + k[row] * d[c];
+    } else {
+      return in_register(s * decay) + k[row] * d[c];
+    }
   }
 };
 
@@ -41,11 +47,12 @@ struct Products {
 };
 
 // Of the state at `from`, or with kUpdate of the updated one, which goes to `to`.
-template <int kVectors, bool kUpdate>
-__attribute__((noinline)) void sweep(Columns<const float> from, Columns<float> to, const Update<kVectors>& update,
-                                     const float* k, const float* q, int64_t rows, Products<kVectors>& products) {
+template <bool kUpdate, int kVectors, bool kChannels>
+__attribute__((noinline)) void sweep(Columns<const float> from, Columns<float> to,
+                                     const Update<kVectors, kChannels>& update, const float* k, const float* q,
+                                     int64_t rows, Products<kVectors>& products) {
   f32v k_sums[kRowSums][kVectors] = {}, q_sums[kRowSums][kVectors] = {};
-  const Update<kVectors> last = update;
+  const Update last = update;
   for (int64_t row = 0; row < rows; row += kRowSums) {
 #pragma GCC unroll 2
     for (int r = 0; r < kRowSums; ++r) {
@@ -69,10 +76,10 @@ __attribute__((noinline)) void sweep(Columns<const float> from, Columns<float> t
 }
 
 // The updated state at `to`, which may be `from`.
-template <int kVectors>
-__attribute__((noinline)) void store_state(Columns<const float> from, Columns<float> to, const Update<kVectors>& update,
-                                           int64_t rows) {
-  const Update<kVectors> last = update;
+template <int kVectors, bool kChannels>
+__attribute__((noinline)) void store_state(Columns<const float> from, Columns<float> to,
+                                           const Update<kVectors, kChannels>& update, int64_t rows) {
+  const Update last = update;
   for (int64_t row = 0; row < rows; ++row) {
 #pragma GCC unroll 4
     for (int c = 0; c < kVectors; ++c) {
@@ -100,8 +107,8 @@ FASTINFER_INLINE float dot(const float* a, const float* b, int64_t count) {
   return reduce_add(sum);
 }
 
-// One value head of one sequence.
-template <class T>
+// One value head of one sequence; with kChannels each channel of a key has a decay.
+template <class T, bool kChannels>
 class Head {
  public:
   Head(const GatedDeltaRuleParams& p, int64_t seq, int64_t head)
@@ -111,7 +118,9 @@ class Head {
         keys_(scratch_array<float>(kKeys, kTokens * p.key_dim)),
         queries_(scratch_array<float>(kQueries, kTokens * p.key_dim)),
         outputs_(scratch_array<float>(kOutputs, kTokens * p.value_dim)),
-        state_(scratch_array<float>(kState, p.key_dim * p.value_dim)) {}
+        state_(scratch_array<float>(kState, p.key_dim * p.value_dim)),
+        decays_(scratch_array<float>(kDecays, kTokens * (kChannels ? p.key_dim : 1))),
+        decayed_keys_(kChannels ? scratch_array<float>(kDecayedKeys, kTokens * p.key_dim) : keys_) {}
 
   void run() {
     const int64_t begin = p_.slots.query_start[seq_], end = p_.slots.query_start[seq_ + 1];
@@ -142,10 +151,35 @@ class Head {
     scale_to_length(q, dim, 1.0f / std::sqrt(static_cast<float>(dim)), query);
     scale_to_length(q + p_.key_heads * dim, dim, 1.0f, key);
     key_query_[i] = dot(key, query, dim);
-    const float step = load_float(p_.a, p_.a_dtype, token * p_.a_stride + head_) + p_.dt_bias[head_];
-    decay_[i] = std::exp(-std::exp(p_.a_log[head_]) * softplus(step));
+    if constexpr (kChannels) {
+      decay_channels(i);
+    } else {
+      const float step = load_float(p_.a, p_.a_dtype, token * p_.a_stride + head_) + p_.dt_bias[head_];
+      const float rate = std::exp(p_.a_log[head_]);
+      decays_[i] = std::exp(p_.decay_bound == 0.0f ? -rate * softplus(step)
+                                                   : p_.decay_bound / (1.0f + std::exp(-rate * step)));
+    }
     const float write = load_float(p_.b, p_.b_dtype, token * p_.b_stride + head_);
     beta_[i] = p_.beta_scale * (1.0f / (1.0f + std::exp(-write)));
+  }
+
+  // The decays of a token's channels, by which its query and what the state is multiplied with are scaled.
+  void decay_channels(int64_t i) {
+    const int64_t token = first_ + i, dim = p_.key_dim;
+    const float* const bias = p_.dt_bias + head_ * dim;
+    const float rate = std::exp(p_.a_log[head_]);
+    float *const query = queries_ + i * dim, *const key = keys_ + i * dim;
+    dispatch(p_.a_dtype, [&]<class A>(A) {
+      const A* a = static_cast<const A*>(p_.a) + token * p_.a_stride + head_ * dim;
+      for (int64_t j = 0; j < dim; j += kLanes) {
+        const f32v step = load(a + j) + load(bias + j);
+        const f32v decay = exp(p_.decay_bound == 0.0f ? -rate * softplus(step)
+                                                      : times_sigmoid(broadcast(p_.decay_bound), rate * step));
+        store(decays_ + i * dim + j, decay);
+        store(decayed_keys_ + i * dim + j, load(key + j) * decay);
+        store(query + j, load(query + j) * decay);
+      }
+    });
   }
 
   // `slot` has the state before the first token; -1: scratch memory has it.
@@ -153,33 +187,38 @@ class Head {
   void run_columns(int64_t column, int64_t slot) {
     const Columns<float> kept{state_ + column * p_.key_dim, kVectors * kLanes};
     Columns<float> at = slot < 0 ? kept : in_slot(slot, column);
-    Update<kVectors> update{};
+    Update<kVectors, kChannels> update{};
     bool updated = true;
     for (int64_t i = 0; i < count_; ++i) {
-      const float *k = keys_ + i * p_.key_dim, *q = queries_ + i * p_.key_dim;
+      const float *k = decayed_keys_ + i * p_.key_dim, *q = queries_ + i * p_.key_dim;
+      const float decay = kChannels ? 1.0f : decays_[i];  // of the products
       Products<kVectors> products;
       if (updated) {
-        sweep<kVectors, false>({at.data, at.stride}, at, update, k, q, p_.key_dim, products);
+        sweep<false>({at.data, at.stride}, at, update, k, q, p_.key_dim, products);
       } else {
-        sweep<kVectors, true>({at.data, at.stride}, kept, update, k, q, p_.key_dim, products);
+        sweep<true>({at.data, at.stride}, kept, update, k, q, p_.key_dim, products);
         at = kept;
       }
       const int64_t token = first_ + i;
       const T* v = static_cast<const T*>(p_.qkv) + token * p_.qkv_stride + 2 * p_.key_heads * p_.key_dim +
                    head_ * p_.value_dim + column;
       float* const out = outputs_ + i * p_.value_dim + column;
-      update.decay = decay_[i];
-      update.k = k;
+      if constexpr (kChannels) {
+        update.decay = decays_ + i * p_.key_dim;
+      } else {
+        update.decay = decay;
+      }
+      update.k = keys_ + i * p_.key_dim;
 #pragma GCC unroll 4
       for (int c = 0; c < kVectors; ++c) {
-        update.d[c] = (load(v + c * kLanes) - products.k[c] * decay_[i]) * beta_[i];
-        store(out + c * kLanes, in_register(products.q[c] * decay_[i]) + update.d[c] * key_query_[i]);
+        update.d[c] = (load(v + c * kLanes) - products.k[c] * decay) * beta_[i];
+        store(out + c * kLanes, in_register(products.q[c] * decay) + update.d[c] * key_query_[i]);
       }
       const int64_t write = p_.slots.writes[token];
       updated = write >= 0 || i + 1 == count_;
       if (!updated) continue;
       const Columns<float> to = write >= 0 ? in_slot(write, column) : kept;
-      store_state<kVectors>({at.data, at.stride}, to, update, p_.key_dim);
+      store_state({at.data, at.stride}, to, update, p_.key_dim);
       at = to;
     }
   }
@@ -193,8 +232,11 @@ class Head {
     T* const out = static_cast<T*>(p_.out) + (token * p_.value_heads + head_) * dim;
     dispatch(p_.norm_weight_dtype, [&]<class W>(W) {
       const W* weight = static_cast<const W*>(p_.norm_weight);
-      for (int64_t j = 0; j < dim; j += kLanes)
-        store(out + j, load(o + j) * scale * load(weight + j) * silu(load(z + j)));
+      for (int64_t j = 0; j < dim; j += kLanes) {
+        const f32v gate = load(z + j);
+        const f32v factor = times_sigmoid(p_.sigmoid_gate ? broadcast(1.0f) : gate, gate);
+        store(out + j, load(o + j) * scale * load(weight + j) * factor);
+      }
     });
   }
 
@@ -205,11 +247,13 @@ class Head {
   const GatedDeltaRuleParams& p_;
   const int64_t seq_, head_;
   int64_t first_, count_;  // the tokens at work
-  float* const keys_;      // [kTokens, key_dim], of length 1
-  float* const queries_;   // [kTokens, key_dim], of length 1 / sqrt(key_dim)
-  float* const outputs_;   // [kTokens, value_dim]
-  float* const state_;     // blocks of columns, each [key_dim, kColumns] or another width
-  float decay_[kTokens], beta_[kTokens], key_query_[kTokens];
+  float* const keys_;          // [kTokens, key_dim], of length 1
+  float* const queries_;       // [kTokens, key_dim], of length 1 / sqrt(key_dim); with kChannels times the decays
+  float* const outputs_;       // [kTokens, value_dim]
+  float* const state_;         // blocks of columns, each [key_dim, kColumns] or another width
+  float* const decays_;        // [kTokens]; with kChannels [kTokens, key_dim]
+  float* const decayed_keys_;  // with kChannels [kTokens, key_dim], keys times the decays; else the keys
+  float beta_[kTokens], key_query_[kTokens];
 };
 
 }  // namespace
@@ -217,7 +261,14 @@ class Head {
 void gated_delta_rule(const GatedDeltaRuleParams& p) {
   dispatch(p.dtype, [&]<class T>(T) {
     parallel_for(p.slots.seqs * p.value_heads, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) Head<T>(p, i / p.value_heads, i % p.value_heads).run();
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t seq = i / p.value_heads, head = i % p.value_heads;
+        if (p.channel_decay) {
+          Head<T, true>(p, seq, head).run();
+        } else {
+          Head<T, false>(p, seq, head).run();
+        }
+      }
     });
   });
 }

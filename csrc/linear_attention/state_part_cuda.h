@@ -82,6 +82,15 @@ struct StatePart {
     }
   }
 
+  // The same with a factor for each row.
+  __device__ void scale(const LaneRows& factors) {
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+#pragma unroll
+      for (int c = 0; c < kLaneColumns; ++c) s[i].values[c] *= factors[i];
+    }
+  }
+
   // s += key d^T.
   __device__ void add(const LaneRows& key, const LaneColumns& d) {
 #pragma unroll

@@ -18,9 +18,10 @@ constexpr int prepared_tokens(int rows) {
   return kStateThreads / preparing_lanes(rows);
 }
 
-// What a block prepares of a token: two vectors as long as a state's columns, others as long as its part of the rows,
-// and single numbers.
+// What a block prepares of a token: vectors as long as a state's columns, others as long as its part of the rows, and
+// single numbers.
 struct PreparedToken {
+  int columns = 2;
   int vectors;
   int numbers;
 };
@@ -39,7 +40,7 @@ inline StatePlan plan_states(int64_t seqs, int64_t tokens, int64_t heads, int64_
   // Few tokens are prepared before the first one is computed, by the threads with the state.
   const bool ahead = tokens > at_once * seqs;
   // Vectors are padded. Twice with `ahead`.
-  const int64_t floats = 2 * (rows + lanes) + token.vectors * (columns + lanes) + token.numbers;
+  const int64_t floats = token.columns * (rows + lanes) + token.vectors * (columns + lanes) + token.numbers;
   auto shared_bytes = static_cast<size_t>((ahead ? 2 : 1) * at_once * floats) * sizeof(float);
   // Two blocks may meet on one multiprocessor while another one has none, unless they do not fit together.
   const int64_t grid = seqs * heads * ((state_columns + columns - 1) / columns);

@@ -38,18 +38,33 @@ SIZES = [
 ]
 
 
-def inputs(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+# Whether each channel of a key has a decay of its own, and the arguments after the slots.
+DECAYS: dict[str, tuple[bool, tuple[Any, ...]]] = {
+    "heads": (False, ()),
+    "bounded heads": (False, (1.0, False, -3.0)),
+    "channels": (True, (1.0, True)),
+    "bounded channels": (True, (1.0, True, -5.0)),
+}
+
+
+def inputs(
+    tokens: int, sizes: tuple[int, ...], dtype: torch.dtype, device: str, channels: bool = False
+) -> tuple[Tensor, ...]:
     """qkv, z, a and b."""
     key_heads, heads, key_dim, value_dim = sizes
-    widths = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim, heads, heads
+    decays = heads * key_dim if channels else heads
+    widths = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim, decays, heads
     return tuple(torch.randn(tokens, width, device=device).to(dtype) for width in widths)
 
 
-def model(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, float]:
+def model(
+    sizes: tuple[int, ...], dtype: torch.dtype, device: str, channels: bool = False
+) -> tuple[Tensor, Tensor, Tensor, float]:
     """a_log, dt_bias, norm_weight and eps: decays of 0.01 to 0.999, as in trained models."""
-    _, heads, _, value_dim = sizes
+    _, heads, key_dim, value_dim = sizes
     rates = torch.empty(heads, device=device).uniform_(0.01, 16).log()
-    return rates, torch.randn(heads, device=device) - 3, torch.randn(value_dim, device=device).to(dtype), EPS
+    decays = heads * key_dim if channels else heads
+    return rates, torch.randn(decays, device=device) - 3, torch.randn(value_dim, device=device).to(dtype), EPS
 
 
 def states(count: int, sizes: tuple[int, ...], device: str) -> Tensor:
@@ -57,23 +72,28 @@ def states(count: int, sizes: tuple[int, ...], device: str) -> Tensor:
     return torch.randn(count, heads, key_dim, value_dim, device=device)
 
 
-def run_on(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> Run:
-    per_token, rest = inputs(tokens, sizes, dtype, device), model(sizes, torch.float32, device)
-    return lambda rows, state, *slots: ops.gated_delta_rule(*(t[rows] for t in per_token), *rest, state, *slots)
+def run_on(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype, device: str, decays: str = "heads") -> Run:
+    channels, options = DECAYS[decays]
+    per_token = inputs(tokens, sizes, dtype, device, channels)
+    rest = model(sizes, torch.float32, device, channels)
+    return lambda rows, state, *slots: ops.gated_delta_rule(
+        *(t[rows] for t in per_token), *rest, state, *slots, *options
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("decays", DECAYS)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_gated_delta_rule(batch: str, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    slots = BATCHES[batch]
-    qkv, z, a, b = inputs(slots.tokens, sizes, dtype, device)
+def test_gated_delta_rule(batch: str, decays: str, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    slots, (channels, options) = BATCHES[batch], DECAYS[decays]
+    qkv, z, a, b = inputs(slots.tokens, sizes, dtype, device, channels)
     guarded = [Guarded(t) for t in (qkv, z, a, b)]
     before = poisoned(slots, states(slots.count, sizes, device), device)
     for weight_dtype in {dtype, torch.float32}:
-        rest, state = model(sizes, weight_dtype, device), before.clone()
-        out = ops.gated_delta_rule(*(t.view for t in guarded), *rest, state, *slots.tensors(device))
-        expected, after = reference.gated_delta_rule(qkv, z, a, b, *rest, before, *slots.tensors("cpu"))
+        rest, state = model(sizes, weight_dtype, device, channels), before.clone()
+        out = ops.gated_delta_rule(*(t.view for t in guarded), *rest, state, *slots.tensors(device), *options)
+        expected, after = reference.gated_delta_rule(qkv, z, a, b, *rest, before, *slots.tensors("cpu"), *options)
         assert out.dtype == dtype
         assert_rounded(out, expected, slack=1e-5)
         written = sorted({slot for seq in slots.writes for slot in seq} - {-1})
@@ -81,10 +101,27 @@ def test_gated_delta_rule(batch: str, sizes: tuple[int, ...], dtype: torch.dtype
         assert_kept(slots, state, before)
 
 
-def test_gates_may_be_fp32_beside_narrower_activations(device: str) -> None:
+def test_equal_decays_of_all_channels_are_that_of_a_head(device: str) -> None:
     sizes, slots = SIZES[1], BATCHES["mixed"]
+    _, heads, key_dim, _ = sizes
     qkv, z, a, b = inputs(slots.tokens, sizes, torch.float32, device)
-    rest, before = model(sizes, torch.float32, device), states(slots.count, sizes, device)
+    a_log, dt_bias, *rest = model(sizes, torch.float32, device)
+    before = states(slots.count, sizes, device)
+    state, after = before.clone(), before.clone()
+    expected = ops.gated_delta_rule(qkv, z, a, b, a_log, dt_bias, *rest, state, *slots.tensors(device))
+    wide = (t.repeat_interleave(key_dim, -1) for t in (a, dt_bias))
+    a, dt_bias = wide
+    assert a.shape[1] == heads * key_dim
+    out = ops.gated_delta_rule(qkv, z, a, b, a_log, dt_bias, *rest, after, *slots.tensors(device))
+    assert_rounded(out, expected, slack=1e-5)
+    assert_rounded(after, state, slack=1e-5)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_gates_may_be_fp32_beside_narrower_activations(channels: bool, device: str) -> None:
+    sizes, slots = SIZES[1], BATCHES["mixed"]
+    qkv, z, a, b = inputs(slots.tokens, sizes, torch.float32, device, channels)
+    rest, before = model(sizes, torch.float32, device, channels), states(slots.count, sizes, device)
     for gates in ((a, b), (a, b.bfloat16()), (a.bfloat16(), b)):
         call = qkv.bfloat16(), z.bfloat16(), *gates, *rest
         expected, _ = reference.gated_delta_rule(*call, before, *slots.tensors("cpu"))
@@ -135,40 +172,48 @@ def test_slots_out_of_range(device: str) -> None:
     assert_no_other_slots(run_on(9, SIZES[0], torch.float32, device), states(6, SIZES[0], device), device)
 
 
+@pytest.mark.parametrize("decays", ["heads", "channels"])
 @pytest.mark.parametrize("sizes", [SIZES[2], SIZES[3]], ids=str)
 @pytest.mark.parametrize("batch", ["snapshots", "every token"])
-def test_a_stored_state_is_that_of_a_step_which_ends_there(batch: str, sizes: tuple[int, ...], device: str) -> None:
+def test_a_stored_state_is_that_of_a_step_which_ends_there(
+    batch: str, sizes: tuple[int, ...], decays: str, device: str
+) -> None:
     slots = BATCHES[batch]
-    run, state = run_on(slots.tokens, sizes, torch.bfloat16, device), states(slots.count, sizes, device)
+    run, state = run_on(slots.tokens, sizes, torch.bfloat16, device, decays), states(slots.count, sizes, device)
     assert_snapshots(slots, run, state, device)
 
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[2], SIZES[-1]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_steps_do_not_change_a_bit(dtype: torch.dtype, sizes: tuple[int, ...], device: str) -> None:
-    assert_cuts(37, run_on(37, sizes, dtype, device), states(3, sizes, device), device)
+@pytest.mark.parametrize("decays", ["heads", "channels"])
+def test_steps_do_not_change_a_bit(decays: str, dtype: torch.dtype, sizes: tuple[int, ...], device: str) -> None:
+    assert_cuts(37, run_on(37, sizes, dtype, device, decays), states(3, sizes, device), device)
 
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batch_and_threads_do_not_change_a_bit(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("decays", ["heads", "channels"])
+def test_batch_and_threads_do_not_change_a_bit(decays: str, dtype: torch.dtype, device: str) -> None:
     slots, sizes = BATCHES["mixed"], SIZES[2]
-    run = run_on(slots.tokens, sizes, dtype, device)
+    run = run_on(slots.tokens, sizes, dtype, device, decays)
     assert_batch_and_threads(slots, run, states(slots.count, sizes, device), device)
 
 
-def test_gates_of_any_size(device: str) -> None:
+@pytest.mark.parametrize("decays", DECAYS)
+def test_gates_of_any_size(decays: str, device: str) -> None:
     """Nothing becomes NaN where softplus and the exponentials overflow or underflow."""
-    sizes, slots = (1, 2, 32, 32), Slots([40], [0], [last(40, 1)])
+    sizes, slots, (channels, options) = (1, 2, 32, 32), Slots([40], [0], [last(40, 1)]), DECAYS[decays]
     qkv, z, a, b = inputs(40, sizes, torch.float32, device)
     extremes = torch.tensor([-6e4, -200.0, -88.8, -20.0, -0.0, 20.0, 88.8, 200.0, 6e4, 1.0], device=device)
     a, b = extremes.repeat(4)[:, None].expand(40, 2).contiguous(), extremes.repeat_interleave(4)[:, None].repeat(1, 2)
     rates = torch.tensor([-20.0, 5.0], device=device)
-    call = qkv, z, a, b, rates, torch.zeros(2, device=device), torch.ones(32, device=device), EPS
+    if channels:  # another size in each, and the largest and smallest beside each other
+        a = torch.stack([a[:, 0].roll(shift) for shift in range(64)], 1)
+    call = qkv, z, a, b, rates, torch.zeros(a.shape[1], device=device), torch.ones(32, device=device), EPS
     state = states(2, sizes, device)
-    expected, after = reference.gated_delta_rule(*call, state, *slots.tensors("cpu"))
-    assert_rounded(ops.gated_delta_rule(*call, state, *slots.tensors(device)), expected, slack=1e-5)
+    expected, after = reference.gated_delta_rule(*call, state, *slots.tensors("cpu"), *options)
+    assert_rounded(ops.gated_delta_rule(*call, state, *slots.tensors(device), *options), expected, slack=1e-5)
     assert_rounded(state, after, slack=1e-5)
 
 
@@ -211,7 +256,7 @@ GOOD: dict[str, Any] = {
     "state_reads": torch.tensor([-1, 2], dtype=torch.int32),
     "state_writes": torch.tensor([-1, -1, 1, -1, 2], dtype=torch.int32),
 }
-BAD: dict[str, tuple[str, Tensor]] = {
+BAD: dict[str, tuple[str, Any]] = {
     "qkv dtype": ("qkv", GOOD["qkv"].int()),
     "qkv 3-d": ("qkv", GOOD["qkv"][None]),
     "qkv columns apart": ("qkv", torch.zeros(5, 2 * 192)[:, ::2]),
@@ -224,6 +269,9 @@ BAD: dict[str, tuple[str, Tensor]] = {
     "z columns apart": ("z", torch.zeros(5, 8 * 32)[:, ::2]),
     "a heads": ("a", torch.zeros(5, 3)),
     "a dtype": ("a", GOOD["a"].half()),
+    "a channels of three heads": ("a", torch.zeros(5, 3 * 16)),
+    "dt_bias of channels alone": ("dt_bias", torch.zeros(4 * 16)),
+    "decay_bound": ("decay_bound", 1.0),
     "b heads": ("b", torch.zeros(5, 3)),
     "b dtype": ("b", GOOD["b"].int()),
     "a_log heads": ("a_log", torch.zeros(3)),

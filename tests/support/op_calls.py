@@ -158,6 +158,8 @@ def linear_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     rest = torch.randn(2), torch.randn(2), torch.ones(32), 1e-6, states, *slots
     yield "gated_delta_rule", (x, z.bfloat16(), gates[:, :2], gates[:, 2:], *rest)
     yield "gated_delta_rule", (x.float(), z, *gates.split(2, 1), *copy.deepcopy(rest), 2.0)
+    channels = torch.randn(5, 100)[:, 4:].bfloat16(), gates[:, 2:], torch.randn(2), torch.randn(96)
+    yield "gated_delta_rule", (x, z.bfloat16(), *channels, *copy.deepcopy(rest[2:]), 1.0, True, -5.0)
     conv = torch.randn(48, 3), None, torch.randn(3, 2, 48).bfloat16(), *slots
     yield "causal_conv1d", (x[:, 96:144], *conv, x[:, :96])
     heads, states = torch.randn(3, 2).unbind(), torch.randn(3, 2, 48, 32)

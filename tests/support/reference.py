@@ -130,6 +130,8 @@ def gated_delta_rule(
     state_reads: Tensor,
     state_writes: Tensor,
     beta_scale: float = 1.0,
+    sigmoid_gate: bool = False,
+    decay_bound: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The result, and the states after the call, in fp64."""
     _, heads, key_dim, value_dim = recurrent_state.shape
@@ -140,20 +142,22 @@ def gated_delta_rule(
     )
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q / key_dim**0.5, k))
-    decay = (-a_log.double().exp() * F.softplus(a.double() + dt_bias.double())).exp()
+    rates, steps = a_log.double().exp()[:, None], (a.double() + dt_bias.double()).unflatten(1, (heads, -1))
+    decay = (decay_bound * (rates * steps).sigmoid() if decay_bound else -rates * F.softplus(steps)).exp()
     beta = beta_scale * b.double().sigmoid()
     o, states = torch.empty_like(v), recurrent_state.double()
     for seq, slot in enumerate(state_reads.tolist()):
         begin, end = query_start[seq : seq + 2].tolist()
         state = torch.zeros_like(states[0]) if slot < 0 else recurrent_state[slot].double()
         for t in range(begin, end):
-            state = decay[t, :, None, None] * state
+            state = decay[t, :, :, None] * state  # of heads, or of all channels of their keys
             d = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
             state = state + k[t, :, :, None] * d[:, None, :]
             o[t] = torch.einsum("hkv,hk->hv", state, q[t])
             if state_writes[t] >= 0:
                 states[state_writes[t]] = state
-    return (rms_norm(o, norm_weight, eps) * F.silu(z.double().view_as(o))).flatten(1), states
+    gates = z.double().view_as(o)
+    return (rms_norm(o, norm_weight, eps) * (gates.sigmoid() if sigmoid_gate else F.silu(gates))).flatten(1), states
 
 
 def mamba2_scan(

@@ -86,6 +86,8 @@ def gated_delta_rule(
     state_reads: Tensor,
     state_writes: Tensor,
     beta_scale: float = 1.0,
+    sigmoid_gate: bool = False,
+    decay_bound: float = 0.0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -100,6 +102,10 @@ def gated_delta_rule(
         o = S^T q / sqrt(key_dim)
         out = o / sqrt(mean(o^2) + eps) * norm_weight * silu(z)
 
+    With an ``a`` for each channel of a key, as in Kimi Delta Attention, decay is a vector of key_dim elements, and row c
+    of S is multiplied by its element c. With ``decay_bound``, ``decay = exp(decay_bound * sigmoid(exp(a_log) * (a +
+    dt_bias)))``.
+
     Everything is computed in fp32. A token's result is the same to the last bit however its sequence was divided into
     steps, and whatever else is in the batch; so is every stored state.
 
@@ -108,10 +114,11 @@ def gated_delta_rule(
             :func:`causal_conv1d` returns them; fp32, bf16 or fp16; rows may be strided. The number of key heads follows
             from the width, and must divide value_heads: value head h has key head ``h // (value_heads / key_heads)``.
         z: [tokens, value_heads * value_dim], dtype of ``qkv``: the gates of the output; rows may be strided.
-        a, b: [tokens, value_heads]: the decay before softplus, and the write strength before the sigmoid; fp32 or the
-            dtype of ``qkv``; rows may be strided.
+        a: [tokens, value_heads], or [tokens, value_heads * key_dim] for a decay of each channel: the decay before
+            softplus; fp32 or the dtype of ``qkv``; rows may be strided.
+        b: [tokens, value_heads]: the write strength before the sigmoid; likewise.
         a_log: [value_heads] fp32: the logarithm of each head's rate of decay.
-        dt_bias: [value_heads] fp32.
+        dt_bias: [value_heads] fp32, or [value_heads * key_dim], as many as ``a`` has columns.
         norm_weight: [value_dim]; fp32 or the dtype of ``qkv``.
         eps: ``eps`` of the norm.
         recurrent_state: [slots, value_heads, key_dim, value_dim] fp32, key_dim and value_dim multiples of 16 up to 256;
@@ -121,6 +128,8 @@ def gated_delta_rule(
         state_writes: [tokens] int32; the slot that the state after the token is stored in; -1 for none. No slot may
             occur twice. A sequence may write the slot that it reads, but not one that another sequence reads.
         beta_scale: 1, or 2 for a state that may have negative eigenvalues.
+        sigmoid_gate: whether ``sigmoid(z)`` takes the place of ``silu(z)``.
+        decay_bound: least logarithm of a decay, see above; 0 for the softplus, which has none.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -132,7 +141,8 @@ def gated_delta_rule(
 
     Devices: CPU, CUDA.
 
-    Source: Gated Delta Networks, Yang et al., 2024, https://arxiv.org/abs/2412.06464.
+    Source: Gated Delta Networks, Yang et al., 2024, https://arxiv.org/abs/2412.06464; with a decay for each
+    channel Kimi Linear, 2025, https://arxiv.org/abs/2510.26692.
 
     >>> import torch, fastinfer.ops as ops
     >>> int32 = lambda *values: torch.tensor(values, dtype=torch.int32)
@@ -148,8 +158,8 @@ def gated_delta_rule(
     inference_only("gated_delta_rule", "qkv z", qkv, z)
     inference_only("gated_delta_rule", "a b", a, b)
     inference_only("gated_delta_rule", "recurrent_state", recurrent_state)
-    slots = (query_start, state_reads, state_writes)
-    args = (qkv, z, a, b, a_log, dt_bias, norm_weight, eps, recurrent_state, *slots, beta_scale)
+    model, slots = (a_log, dt_bias, norm_weight, eps), (query_start, state_reads, state_writes)
+    args = (qkv, z, a, b, *model, recurrent_state, *slots, beta_scale, sigmoid_gate, decay_bound)
     if out is not None:
         return into(out, ops.gated_delta_rule, *args)
     return ops.gated_delta_rule.default(*args)
