@@ -25,7 +25,7 @@ from fastinfer.models.loader import load_decoder
 from fastinfer.models.state_config import LinearAttentionConfig
 
 LINEAR_FAMILIES = ["qwen3.5", "qwen3.5-few", "qwen3.5-moe", "qwen3-next", "qwen3-next-plain"]
-LINEAR_FAMILIES += ["olmo-hybrid", "olmo-hybrid-plain"]
+LINEAR_FAMILIES += ["olmo-hybrid", "olmo-hybrid-plain", "kimi-linear", "kimi-linear-groups"]
 
 
 def expected_logits(model: Any) -> Tensor:

@@ -120,6 +120,15 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+KIMI = {key: value for key, value in LATENT.items() if key != "q_lora_rank"} | {
+    "num_hidden_layers": 9,
+    "initializer_range": 0.06,
+    "linear_head_dim": 32,
+    "linear_num_heads": 5,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+}
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 GROWTH = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 40}
 GROWING = {**MSCALE, **GROWTH}
@@ -298,6 +307,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-hybrid-plain": (
         "OlmoHybrid",
         OLMO_HYBRID | {"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3, "attention_bias": True},
+    ),
+    "kimi-linear": ("KimiLinear", KIMI),
+    "kimi-linear-groups": (
+        "KimiLinear",
+        KIMI
+        | {"q_lora_rank": 56, "num_hidden_layers": 5, "linear_conv_kernel_dim": 3, "n_group": 4, "topk_group": 2}
+        | {"layer_types": [f"{kind}_attention" for kind in ("full", "linear", "linear", "full", "linear")]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense", "sparse"], "norm_topk_prob": False}
+        | {"num_local_experts": 8, "n_shared_experts": 2},
     ),
     "llama4": ("Llama4", LLAMA4 | {"floor_scale": 30, "attn_scale": 0.3, "interleave_moe_layer_step": 2}),
     "llama4-plain": (

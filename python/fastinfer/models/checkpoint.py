@@ -7,8 +7,8 @@ choice), ``layers.3.experts.5.gate_proj``, ``layers.3.shared_expert.gate_proj``,
 for a gate of attention's output, ``layers.3.output_gate``. Experts of projected hidden states have
 ``layers.3.experts_input`` and ``layers.3.experts_output``. An MLP with xIELU has ``layers.3.xielu_alpha_p``
 (``_alpha_n``, ``_beta``, ``_eps``). A layer with linear attention has ``layers.3.in_proj_qkv`` (``_z``, ``_a``,
-``_b``), ``layers.3.conv1d``, ``layers.3.A_log``, ``layers.3.dt_bias``, ``layers.3.gated_norm`` and
-``layers.3.out_proj``; one with a short convolution has ``layers.3.in_proj``, ``layers.3.conv1d`` and
+``_b``), perhaps second matrices ``layers.3.in_proj_z_up`` (``_a_up``), ``layers.3.conv1d``, ``layers.3.A_log``,
+``layers.3.dt_bias``, ``layers.3.gated_norm`` and ``layers.3.out_proj``; one with a short convolution has ``layers.3.in_proj``, ``layers.3.conv1d`` and
 ``layers.3.out_proj``; a Mamba-2 layer also has ``layers.3.A_log``, ``layers.3.D``, ``layers.3.dt_bias`` and
 ``layers.3.gated_norm``. One with latent attention has ``layers.3.q_a_proj``, ``layers.3.q_a_norm``,
 ``layers.3.q_b_proj``, ``layers.3.kv_a_proj``, ``layers.3.kv_a_norm``, and ``layers.3.kv_b_proj`` or, already transposed
@@ -229,6 +229,11 @@ def decoder_layers(config: ModelConfig) -> dict[int, int]:
         return {layer: layer for layer in range(config.num_layers)}
     pairs = reversed(list(enumerate(config.stored_layers)))
     return {stored: layer for layer, parts in pairs for stored in parts if stored is not None}
+
+
+def is_state_part(part: str) -> bool:
+    """Return whether a projection belongs to layers with a state instead of keys and values."""
+    return part.startswith(("in_proj", "out_proj"))
 
 
 def split_name(name: str) -> tuple[int, str, str]:

@@ -186,8 +186,8 @@ class ModelConfig:
         state_layers: whether each layer has linear attention, Mamba-2 or a short convolution, and a state instead of
             keys and values; empty if none has.
         states: sizes of these layers; ``None`` if there are none.
-        latent_attention: sizes of multi-head latent attention, which all layers then have; ``num_kv_heads`` is 1 and
-            ``head_dim`` that of the cached rows. ``None`` for another attention.
+        latent_attention: sizes of multi-head latent attention, which all layers without a state then have;
+            ``num_kv_heads`` is 1 and ``head_dim`` that of the cached rows. ``None`` for another attention.
         indexer: what chooses the tokens that such attention reads; ``None`` if it reads all.
         output_gate: whether the output of attention is multiplied by the sigmoid of a second half of the query
             projection.

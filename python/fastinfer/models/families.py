@@ -23,6 +23,7 @@ from fastinfer.models.structure import (
     HEAD_NORMS,
     INTERLEAVED,
     JOINT_NORMS,
+    KIMI_LINEAR,
     KOLIBRI,
     LAGUNA,
     LATE_HEAD_NORMS,
@@ -95,6 +96,18 @@ _LATENT_LAYER = {
     "k_b_proj": "self_attn.k_b_proj",
     "v_b_proj": "self_attn.v_b_proj",
 }
+_KIMI_DELTA_LAYER = {
+    **{f"in_proj_{name}": f"self_attn.{name}_proj" for name in ("q", "k", "v", "b")},
+    "in_proj_a": "self_attn.f_a_proj",
+    "in_proj_a_up": "self_attn.f_b_proj",
+    "in_proj_z": "self_attn.g_a_proj",
+    "in_proj_z_up": "self_attn.g_b_proj",
+    "conv1d": "self_attn.conv1d",
+    "A_log": "self_attn.A_log",
+    "dt_bias": "self_attn.dt_bias",
+    "gated_norm": "self_attn.o_norm",
+    "out_proj": "self_attn.o_proj",
+}
 # DeepSeek-V3's experts.
 _DEEPSEEK_EXPERTS = {
     "norm_topk_prob": True,
@@ -133,6 +146,7 @@ class Family:
         other_names: names that some files have for parts instead of those in ``layer``.
         conv_parts: names of the filters of queries, keys and values, in files that do not have them as one tensor.
         expert: the same for the parts of an expert.
+        shared: the same for those of the expert that all tokens have; empty if they have the same names.
         top: the same for tensors outside the layers, and ``layers`` for the layers themselves.
         prefix: prefix of all names, which some checkpoints leave out.
         defaults: values of config.json that its writers may leave out. Families whose layers may have a window have
@@ -162,6 +176,7 @@ class Family:
 
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     expert: Mapping[str, str] = field(default_factory=lambda: _EXPERT)
+    shared: Mapping[str, str] = field(default_factory=dict)
     top: Mapping[str, str] = field(default_factory=lambda: _TOP)
     prefix: str = "model."
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -496,7 +511,6 @@ _CHANNEL_GATES = "a delta rule with a gate for each channel"
 # What other architectures need that is not implemented.
 MISSING = {
     "BailingHybridForCausalLM": _CHANNEL_GATES,
-    "KimiLinearForCausalLM": _CHANNEL_GATES,
     "MistralLarge4ForConditionalGeneration": "attention to chosen tokens, and latents that layers share",
     "PaliGemmaForConditionalGeneration": "attention in both directions within a prompt",
     **dict.fromkeys(
@@ -1051,6 +1065,35 @@ FAMILIES: dict[str, Family] = {
             **_DEEPSEEK_EXPERTS,
             "first_k_dense_replace": 1,
         },
+    ),
+    "KimiLinearForCausalLM": Family(
+        {name: stored.replace("mlp.", "block_sparse_moe.") for name, stored in _LAYER.items()}
+        | _LATENT_LAYER
+        | _KIMI_DELTA_LAYER
+        | {name: f"mlp.{name}" for name in _EXPERT},
+        structure=KIMI_LINEAR,
+        aliases={
+            "max_position_embeddings": "model_max_length",
+            "norm_topk_prob": "moe_renormalize",
+            "n_group": "num_expert_group",
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+        },
+        sigmoid_router=True,
+        expert=_W123,
+        shared=_EXPERT,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.446,
+            "first_k_dense_replace": 1,
+            "linear_conv_kernel_dim": 4,
+        },
+        fixed={"rope_parameters": None, "rope_scaling": None},
+        # As transformers writes it.
+        other_names={name: f"block_sparse_moe.{name}" for name in _EXPERT},
+        conv_parts=tuple(f"self_attn.{name}_conv1d" for name in ("q", "k", "v")),
     ),
     "AriaTextForCausalLM": Family(
         _LAYER | {"router": "mlp.router"},

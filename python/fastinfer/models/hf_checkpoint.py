@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fastinfer.models.checkpoint import (
     decoder_layers,
     expert_index,
     fused_rows,
+    is_state_part,
     rows_by_head,
     rows_by_key_head,
     split_name,
@@ -161,8 +162,8 @@ class HFCheckpoint:
             values = values[rows[0]]
         if part == "router_bias" and len(values) == 1:
             values = values[0]  # ERNIE's has a dimension more, for groups of experts
-        elif part in XIELU_PARAMETERS:
-            values = values.view(-1)  # some are numbers without a dimension
+        elif part in (*XIELU_PARAMETERS, "A_log"):
+            values = values.view(-1)  # some are numbers without a dimension, or have more
         if values.shape != (size,):
             raise CheckpointFormatError(
                 f"{self.path}: tensor {stored!r} must have the shape {[size]}, got {list(values.shape)}"
@@ -264,10 +265,16 @@ class HFCheckpoint:
                     return self._with_prefix(f"{module.rpartition('.')[0]}.switch_mlp.{projection}")
                 if expert and not is_stacked:
                     module += f".{expert[0]}"
-                module += f".{(self._family.stacked if is_stacked else self._family.expert)[projection]}"
+                module += f".{self._expert_names(is_stacked, is_shared=not expert)[projection]}"
         else:
             module = top.get(name, name)
         return self._with_prefix(module)
+
+    def _expert_names(self, is_stacked: bool, is_shared: bool) -> Mapping[str, str]:
+        """Return the checkpoint's names of the parts of an expert."""
+        if is_stacked:
+            return self._family.stacked
+        return (self._family.shared if is_shared else {}) or self._family.expert
 
     def _dense(self, module: str) -> Dense:
         values = self._get(f"{module}.weight")
@@ -360,8 +367,10 @@ class HFCheckpoint:
         if rest:
             part = rest.rpartition(".")[2]
             is_stacked = self._stacked_expert(name) is not None and not is_single
-            names = self._family.stacked if is_stacked else self._family.expert
-        same = [other for other, stored in names.items() if stored == names[part]]
+            names = self._expert_names(is_stacked, is_shared="." not in rest)
+        # Layers with a state may have the same names as those with attention.
+        kind = is_state_part(part)
+        same = [other for other, stored in names.items() if stored == names[part] and is_state_part(other) == kind]
         if len(same) == 1:
             return None
         if part.startswith("in_proj_"):

@@ -12,6 +12,7 @@ from fastinfer.models.hf_factors import afmoe_config, granite_config, hyperclova
 from fastinfer.models.hf_falcon_h1 import falcon_h1_config, prepare_falcon_h1
 from fastinfer.models.hf_gemma4 import gemma4_config, prepare_gemma4
 from fastinfer.models.hf_indexer import deepseek_v32_config, glm_dsa_config
+from fastinfer.models.hf_kimi import kimi_linear_config, prepare_kimi_linear
 from fastinfer.models.hf_laguna import laguna_config, laguna_structure, prepare_laguna
 from fastinfer.models.hf_layers import require_window
 from fastinfer.models.hf_lfm3 import lfm3_config, lfm3_structure, prepare_lfm3
@@ -147,6 +148,11 @@ STEPS: dict[str, Steps] = {
     "HunYuanMoEV1ForCausalLM": Steps(prepare=prepare_hunyuan_moe),
     "HyperCLOVAXForCausalLM": Steps(structure=_hyperclovax_structure, finish=hyperclovax_config),
     "HYV3ForCausalLM": Steps({"mlp_bias": False}),
+    "KimiLinearForCausalLM": Steps(
+        {"mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+        prepare=prepare_kimi_linear,
+        finish=kimi_linear_config,
+    ),
     "Kolibri1ForCausalLM": Steps(prepare=require_window, finish=_kolibri_config),
     "LagunaForCausalLM": Steps(
         {"attention_bias": False, "moe_apply_router_weight_on_input": False},

@@ -42,7 +42,7 @@ def load_latent_attention(
         output=reader.output(
             f"{layer}.o_proj", config.num_heads * sizes.value_dim, False, f"{layer}.post_attention_norm"
         ),
-        cos_sin_cache=tables.full,
+        cos_sin_cache=tables.unrotated if index in config.unrotated_layers else tables.full,
         interleaved=config.interleaved_rope,
         head_ids=torch.arange(config.num_heads, dtype=torch.int32, device=reader.device)[None],
         query_scales=tables.query_scales,

@@ -150,12 +150,13 @@ class DecoderLoader:
     def layer(self, index: int) -> DecoderLayer:
         """Read one layer."""
         config, reader = self._config, self._reader
-        if config.latent_attention is not None:
-            latent = load_latent_attention(reader, self._tables, index, config.latent_attention)
-            return DecoderLayer(latent, load_mlp(reader, index))
-        attention = (
-            load_state_layer(reader, index) if config.has_state(index) else load_attention(reader, self._tables, index)
-        )
+        attention: Attention | LatentAttention | LinearAttention | Mamba2 | ShortConv
+        if config.has_state(index):
+            attention = load_state_layer(reader, index)
+        elif config.latent_attention is not None:
+            attention = load_latent_attention(reader, self._tables, index, config.latent_attention)
+        else:
+            attention = load_attention(reader, self._tables, index)
         return DecoderLayer(
             attention,
             load_mlp(reader, index),

@@ -76,14 +76,14 @@ def _latent_sizes(config: ModelConfig, sizes: LatentAttentionConfig) -> Sizes:
 def _state_sizes(config: ModelConfig) -> Sizes:
     hidden, states = config.hidden_size, config.states
     assert states is not None
+    second: Sizes = {}
     if isinstance(states, LinearAttentionConfig):
-        heads = states.num_value_heads
-        rows = states.qkv_sizes | {"in_proj_z": states.value_size, "in_proj_a": heads, "in_proj_b": heads}
+        rows, second = states.qkv_sizes | states.other_sizes, states.second_sizes
     elif isinstance(states, Mamba2Config):
         rows = {"in_proj": states.inner_size + states.conv_dim, "in_proj_dt": states.num_heads}
     else:
         rows = {"in_proj": 3 * states.conv_dim}
-    return {name: (hidden, size) for name, size in rows.items()}
+    return {name: (hidden, size) for name, size in rows.items()} | second
 
 
 def _mlp_or_experts(config: ModelConfig, layer: int) -> Sizes:

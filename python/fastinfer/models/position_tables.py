@@ -18,7 +18,7 @@ class PositionTables:
     Attributes:
         full, local: [positions, rotary_dim] fp32, the rotary tables of the layers without and with a window, which are
             often the same.
-        unrotated: [positions, 2] fp32, rotations by an angle of 0.
+        unrotated: [positions, 2] fp32, rotations by an angle of 0; of all rotated elements with latent attention.
         query_scales: [positions] fp32, factors of queries; ``None`` if they are all 1.
     """
 
@@ -34,12 +34,14 @@ class PositionTables:
         Raises:
             UnsupportedModelError: the settings of the rotations make no table.
         """
-        # Rotation by an angle of 0.
-        unrotated = torch.tensor([[1.0, 0.0]], dtype=torch.float32).repeat(positions, 1).to(device)
+        config = checkpoint.config
+        # Rotation by an angle of 0. Queries and keys of latent attention have no elements behind the rotated ones.
+        pairs = config.rotary_dim // 2 if config.latent_attention is not None else 1
+        unrotated = torch.tensor([[1.0] * pairs + [0.0] * pairs], dtype=torch.float32).repeat(positions, 1).to(device)
         full = local = unrotated
-        if checkpoint.config.rotary_dim:
+        if config.rotary_dim:
             full, local = _cos_sin_caches(checkpoint, positions, device)
-        query_scales = _growing_query_scales(checkpoint.config, positions)
+        query_scales = _growing_query_scales(config, positions)
         return cls(full, local, unrotated, None if query_scales is None else query_scales.to(device))
 
 

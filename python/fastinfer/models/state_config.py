@@ -18,6 +18,10 @@ class LinearAttentionConfig:
         separate_projections: whether queries, keys and values have a projection each.
         beta_scale: see :func:`fastinfer.ops.gated_delta_rule`.
         norm_eps: ``eps`` of the norm of each head's output; ``None`` for that of the other norms.
+        channel_decay: whether each channel of a key has a decay of its own, instead of one for a head.
+        decay_rank, gate_rank: number of elements between the two matrices of the projection of decays, and of the
+            gate of the output; 0 for one matrix.
+        sigmoid_gate, decay_bound: see :func:`fastinfer.ops.gated_delta_rule`.
     """
 
     num_key_heads: int
@@ -29,6 +33,11 @@ class LinearAttentionConfig:
     separate_projections: bool = False
     beta_scale: float = 1.0
     norm_eps: float | None = None
+    channel_decay: bool = False
+    decay_rank: int = 0
+    gate_rank: int = 0
+    sigmoid_gate: bool = False
+    decay_bound: float = 0.0
 
     @property
     def qkv_sizes(self) -> dict[str, int]:
@@ -49,9 +58,32 @@ class LinearAttentionConfig:
         return 2 * self.num_key_heads * self.key_dim + self.value_size
 
     @property
+    def decay_size(self) -> int:
+        """Number of decays of a token."""
+        return self.num_value_heads * (self.key_dim if self.channel_decay else 1)
+
+    @property
+    def other_sizes(self) -> dict[str, int]:
+        """Number of outputs of the other projections of a layer's input, by their names."""
+        return {
+            "in_proj_z": self.gate_rank or self.value_size,
+            "in_proj_a": self.decay_rank or self.decay_size,
+            "in_proj_b": self.num_value_heads,
+        }
+
+    @property
+    def second_sizes(self) -> dict[str, tuple[int, int]]:
+        """Numbers of inputs and outputs of the second matrices of projections, by their names."""
+        sizes = {
+            "in_proj_z_up": (self.gate_rank, self.value_size),
+            "in_proj_a_up": (self.decay_rank, self.decay_size),
+        }
+        return {name: size for name, size in sizes.items() if size[0]}
+
+    @property
     def input_size(self) -> int:
         """Number of outputs of the projections before the states."""
-        return self.conv_dim + self.value_size + 2 * self.num_value_heads
+        return self.conv_dim + sum(self.other_sizes.values())
 
     @property
     def output_size(self) -> int:

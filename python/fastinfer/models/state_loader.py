@@ -30,18 +30,25 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
     config, layer, checkpoint = reader.config, f"layers.{index}", reader.checkpoint
     # The errors of these two add up over all tokens, so neither they nor their input are quantised.
     head_gates = [
-        checkpoint.linear(f"{layer}.{name}", sizes.num_value_heads, config.hidden_size).dequantize()
+        checkpoint.linear(f"{layer}.{name}", sizes.other_sizes[name], config.hidden_size).dequantize()
         for name in ("in_proj_a", "in_proj_b")
     ]
+    second = {
+        name: checkpoint.linear(f"{layer}.{name}", outputs, inputs)
+        for name, (inputs, outputs) in sizes.second_sizes.items()
+    }
+    gate_up, decay_up = second.get("in_proj_z_up"), second.get("in_proj_a_up")
     output = reader.output(f"{layer}.out_proj", sizes.value_size, False, f"{layer}.post_attention_norm")
     return LinearAttention(
         sizes=sizes,
         norm=reader.pre_norm(f"{layer}.attention_norm"),
         qkvz=_qkvz(reader, layer, sizes),
+        gate_up=None if gate_up is None else reader.weight((f"{layer}.in_proj_z_up",), gate_up, None),
         head_gates=reader.make(Dense(torch.cat(head_gates)), 32),
+        decay_up=None if decay_up is None else reader.make(Dense(decay_up.dequantize()), 32),
         conv_weight=_conv_weight(reader, layer, sizes.conv_dim, sizes.kernel_size),
         a_log=reader.vector(f"{layer}.A_log", sizes.num_value_heads),
-        dt_bias=reader.vector(f"{layer}.dt_bias", sizes.num_value_heads),
+        dt_bias=reader.vector(f"{layer}.dt_bias", sizes.decay_size),
         gated_norm=reader.vector(f"{layer}.gated_norm", sizes.value_dim),
         gated_norm_eps=config.norm_eps if sizes.norm_eps is None else sizes.norm_eps,
         output=replace(output, order=reader.order_of_value_heads(sizes)),
@@ -51,7 +58,7 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
 def _qkvz(reader: LayerReader, layer: str, sizes: LinearAttentionConfig) -> Weight:
     """Read the projections of queries, keys, values and gates, as one weight, or gates as one of their own."""
     parts = reader.read({f"{layer}.{name}": size for name, size in sizes.qkv_sizes.items()}, has_bias=False)
-    gates = reader.read({f"{layer}.in_proj_z": sizes.value_size}, has_bias=False)
+    gates = reader.read({f"{layer}.in_proj_z": sizes.other_sizes["in_proj_z"]}, has_bias=False)
     matrices = [matrix for _, matrix, _ in parts]
     if len(parts) == 1 or all(matrices[0].fits(matrix) for matrix in (*matrices, gates[0][1])):
         return reader.joined([*parts, *gates], is_split=False)

@@ -18,7 +18,7 @@ class Structure:
             not say more; 0 for a window in all layers.
         only_windows_rotate: whether layers without a window are not rotated, in models with windows.
         only_full_scaled: whether the scaling of rotary frequencies is for layers without a window only.
-        latent_attention: whether the layers have multi-head latent attention.
+        latent_attention: whether the layers without a state have multi-head latent attention.
         linear_period: every n-th layer has full attention, the others linear attention, in files that do not say more;
             0 for full attention in all layers.
         mamba2: whether some layers are of Mamba-2, in the place of attention or beside it.
@@ -162,3 +162,4 @@ LLAMA4 = Structure(interleaved_rope=True)
 LATENT = Structure(latent_attention=True, interleaved_rope=True)
 MINICPM3 = Structure(latent_attention=True)
 AXK1 = replace(LATENT, experts_post_norm=True)
+KIMI_LINEAR = Structure(latent_attention=True, linear_period=4)

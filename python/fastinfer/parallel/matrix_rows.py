@@ -141,15 +141,20 @@ def _state_rows(division: Division, part: str) -> list[Rows]:
         keys = Rows(groups, states.num_key_heads, states.key_dim)
         values = Rows(heads, states.num_value_heads, states.value_dim)
         numbers = Rows(heads, states.num_value_heads)
-        if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
-            return [numbers]
+        decays = Rows(heads, states.num_value_heads, states.key_dim if states.channel_decay else 1)
         return {
             "in_proj_qkv": [keys, keys, values],
             "in_proj_q": [keys],
             "in_proj_k": [keys],
             "in_proj_v": [values],
             "conv1d": [keys, keys, values],
-            "in_proj_z": [values],
+            "in_proj_z": [] if states.gate_rank else [values],
+            "in_proj_z_up": [values],
+            "in_proj_a": [] if states.decay_rank else [decays],
+            "in_proj_a_up": [decays],
+            "in_proj_b": [numbers],
+            "A_log": [numbers],
+            "dt_bias": [decays],
             "outputs": [values],
         }.get(part, [])
     inner = Rows(heads, states.num_heads, states.head_dim)
