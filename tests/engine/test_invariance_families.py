@@ -61,6 +61,14 @@ LATENT = {
     "query_length": 20,
     "interleaved_rope": True,
 }
+# A delta rule with decays of channels, and latent attention without rotations.
+KIMI = LATENT | {
+    "state_layers": (True, False, True),
+    "states": LinearAttentionConfig(
+        4, 4, 48, 32, 3, separate_projections=True, channel_decay=True, decay_rank=32, gate_rank=64, sigmoid_gate=True
+    ),
+    "unrotated_layers": {0, 1, 2},
+}
 # The second layer chooses the tokens of the third, too. Some sequences are shorter than what is read.
 INDEXER = LATENT | {"indexer": IndexerConfig(5, 32, 10, interleaved_rope=False, layers=(0, 1, 1))}
 # Layers of different heads, the last two with the keys and values of the first two.
@@ -265,6 +273,8 @@ MODELS: dict[str, tuple[dict[str, Any], Form, str]] = {
     ),
     "kolibri, int4": (KOLIBRI, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
     "gpt2": ({"rotary_dim": 0, "gated": False, "norm": "layer_norm", "mlp_bias": True}, lambda _, v: Dense(v), "auto"),
+    "kimi, int4": (KIMI, lambda _, values: int4(values), "auto"),
+    "kimi, bf16": (KIMI, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
 }
 
 

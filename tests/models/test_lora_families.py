@@ -151,6 +151,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "decays of channels, and latent attention": (
+        "kimi-linear",
+        {
+            "target_modules": ["q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"]
+            + ["o_proj", "kv_a_proj_with_mqa", "kv_b_proj", "up_proj"],
+            "r": 3,
+        },
+    ),
     "short convolutions": (
         "lfm2-biases",
         {"target_modules": ["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"], "r": 3},

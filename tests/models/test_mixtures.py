@@ -132,7 +132,7 @@ def test_values_smaller_than_keys(tmp_path: Path) -> None:
     ("name", "missing"),
     [
         ("MiniMaxM3SparseForConditionalGeneration", "sparse attention to blocks that an index of the keys chooses"),
-        ("KimiLinearForCausalLM", "a delta rule with a gate for each channel"),
+        ("BailingHybridForCausalLM", "a delta rule with a gate for each channel"),
         ("PaliGemmaForConditionalGeneration", "attention in both directions within a prompt"),
     ],
 )

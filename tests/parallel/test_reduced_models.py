@@ -65,6 +65,7 @@ FAMILIES = [
     "step3.7",
     "laguna",
     "kolibri",
+    "kimi-linear",
 ]
 
 

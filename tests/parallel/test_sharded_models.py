@@ -69,6 +69,8 @@ DIVIDED = [
     "laguna",
     "laguna-elements",
     "kolibri",
+    "kimi-linear",
+    "kimi-linear-groups",
 ]
 
 

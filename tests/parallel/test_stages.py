@@ -72,6 +72,7 @@ FAMILIES = [
     "nanochat",
     "phi",
     "cohere2-moe",
+    "kimi-linear",
 ]
 
 

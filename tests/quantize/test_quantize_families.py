@@ -79,11 +79,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "laguna": SHARED | {"num_attention_heads_per_layer": [8, 16, 8, 24, 8, 16]},
     "laguna-elements": SHARED,
     "kolibri": SHARED,
+    "kimi-linear": LATENT | {"q_lora_rank": None, "linear_head_dim": 32, "linear_num_heads": 4},
 }
 # Stay dense: what chooses experts or tokens, gates of heads, matrices that latent attention applies transposed,
 # convolutions.
 DENSE = ("embed", "lm_head", "router", ".gate.", "expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba", "kv_b_proj")
 DENSE += ("conv1d", "conv.conv", "linear_attn.a_proj", "linear_attn.b_proj", "indexer.", "vision_model.", "projector")
+DENSE += ("f_a_proj", "f_b_proj", "self_attn.b_proj")
 
 
 def texts() -> list[list[int]]:

@@ -36,6 +36,10 @@ _LAYER = {
     **{f"linear_attn.{name}_proj": f"in_proj_{name}" for name in ("q", "k", "v", "a", "b")},  # OLMo Hybrid
     "linear_attn.g_proj": "in_proj_z",
     "linear_attn.o_proj": "out_proj",
+    **{  # Kimi Linear
+        f"self_attn.{name}_proj": f"in_proj_{ours}"
+        for name, ours in {"b": "b", "g_a": "z", "g_b": "z_up", "forget_gate.f_a": "a", "forget_gate.f_b": "a_up"}.items()
+    },
     **{f"{owner}.{name}": name for owner in ("mamba", "conv", "mixer") for name in ("in_proj", "out_proj")},
     "self_attn.out_proj": "o_proj",  # LFM2
     "self_attn.g_proj": "output_gate",  # LFM3, Step 3.5, Laguna
@@ -80,7 +84,7 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB]
 _MODULE = re.compile(
     r"(?:(?:(?:thinker\.)?model(?:\.language_model|\.text_model)?|language_model\.model|transformer|gpt_neox)\.)?"
     r"(?:layers|h)\.(?P<layer>\d{1,4})\."
-    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_(?:experts?|mlp)\.\w+|router\.gate|gate\.wg|\w+))"
+    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_(?:experts?|mlp)\.\w+|router\.gate|gate\.wg|forget_gate\.\w+|\w+))"
 )
 # PEFT saves the weight and bias to which an adapter of the output layer belongs, too. An adapter does not change them.
 _BASE_WEIGHT = re.compile(r"base_model\.model\.(?:lm_head|embed_out)\.base_layer\.(?:weight|bias)")

@@ -9,6 +9,8 @@ from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config
 # Modules of an adapter that are several weights here: the order of their rows.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _BY_HEAD = {"query_key_value": ("q_proj", "k_proj", "v_proj")}
+# Modules of layers with a state that have the names of attention's in adapters of some families.
+_IN_STATES = {"q_proj": "in_proj_q", "k_proj": "in_proj_k", "v_proj": "in_proj_v", "o_proj": "out_proj"}
 _BY_KEY_HEAD = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
 
 Sizes = dict[str, tuple[int, int]]
@@ -37,6 +39,8 @@ def module_parts(config: ModelConfig, layer: int, module: str, inner: int | None
         inner: width of the owner, if that is not the layer's MLP.
     """
     states = config.states
+    if config.has_state(layer) and module in _IN_STATES:
+        return {_IN_STATES[module]: slice(None)}
     if module in _FUSED:
         return {part: fused_rows(config, layer, part, inner) for part in _FUSED[module]}
     if module in _BY_HEAD and config.num_heads == config.num_kv_heads:

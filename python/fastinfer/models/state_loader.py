@@ -60,7 +60,8 @@ def _qkvz(reader: LayerReader, layer: str, sizes: LinearAttentionConfig) -> Weig
     parts = reader.read({f"{layer}.{name}": size for name, size in sizes.qkv_sizes.items()}, has_bias=False)
     gates = reader.read({f"{layer}.in_proj_z": sizes.other_sizes["in_proj_z"]}, has_bias=False)
     matrices = [matrix for _, matrix, _ in parts]
-    if len(parts) == 1 or all(matrices[0].fits(matrix) for matrix in (*matrices, gates[0][1])):
+    fits = len(parts) == 1 or all(matrices[0].fits(matrix) for matrix in (*matrices, gates[0][1]))
+    if fits and not sizes.gate_rank:  # the product with the second matrix needs contiguous inputs
         return reader.joined([*parts, *gates], is_split=False)
     # The convolution needs queries, keys and values in one.
     if not all(matrices[0].fits(matrix) for matrix in matrices):
