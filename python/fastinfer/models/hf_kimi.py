@@ -58,10 +58,10 @@ def _kinds(fields: JsonFields, published: JsonFields | None) -> list[object]:
     if published is None or not all(name in published.values for name in names):
         return [LINEAR if layer % 4 or layer == 0 else FULL for layer in range(count)]
     numbers = {name: published.get(name, list) for name in names}
-    kinds = {number: kind for name, kind in names.items() for number in numbers[name]}
-    if sorted(map(str, sum(numbers.values(), []))) != sorted(map(str, range(1, count + 1))):
+    if sorted(repr(number) for listed in numbers.values() for number in listed) != sorted(map(repr, range(1, count + 1))):
         raise CheckpointFormatError(
             f"{fields.path}: linear_attn_config: full_attn_layers and kda_layers: expected each of 1..{count} once, "
             f"got {list(numbers.values())!r:.80}"
         )
-    return [kinds.get(layer + 1) for layer in range(count)]
+    kinds = {number: kind for name, kind in names.items() for number in numbers[name]}
+    return [kinds[layer + 1] for layer in range(count)]

@@ -122,7 +122,8 @@ def _sizes(weight: CalibratedWeight, config: ModelConfig) -> list[int]:
         return [weight.out_features // 2] * 2
     if part.startswith("in_proj_q"):
         assert isinstance(config.states, LinearAttentionConfig)
-        return [*config.states.qkv_sizes.values(), config.states.other_sizes["in_proj_z"]]
+        rows = config.states.qkv_sizes | config.states.other_sizes
+        return [rows[split_name(name)[1]] for name in weight.names]
     sizes = {"k_proj": config.kv_size(layer), "v_proj": config.kv_size(layer), "output_gate": config.gate_size(layer)}
     return [sizes.get(split_name(name)[1], config.q_size(layer)) for name in weight.names]
 
