@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(kAhead ? 2 * kStateThreads : kStateThreads, kA
     Part::load_rows(shared.keys[0], key);
     Part::load_rows(shared.queries[0], query);
     for (int i = 0; i < tokens; ++i, output += p.value_heads * p.value_dim) {
-      const float decay = kChannels ? 1.0f : shared.decay[i][0], beta = shared.beta[i], value = shared.values[i][summed];
+      const float decay = kChannels ? 1.0f : shared.decay[i][0], beta = shared.beta[i],
+                  value = shared.values[i][summed];
       const float key_query = shared.key_query[i];
       const int32_t write = shared.writes[i];
       if constexpr (kChannels) {
@@ -216,8 +217,8 @@ __global__ void __launch_bounds__(kDeltaNorms* kWarpSize) gated_norm_kernel(Gate
 }  // namespace
 
 void gated_delta_rule(const GatedDeltaRuleParams& p, void* stream) {
-  const auto plan = plan_gated_delta_rule(p.slots.seqs, p.tokens, p.value_heads, p.key_dim, p.value_dim,
-                                          p.channel_decay, p.device);
+  const auto plan =
+      plan_gated_delta_rule(p.slots.seqs, p.tokens, p.value_heads, p.key_dim, p.value_dim, p.channel_decay, p.device);
   dispatch_cuda(p.dtype, [&]<class T>(T) {
     const auto choose = [&]<int kRows, bool kChannels>() {
       return plan.rule.ahead ? gated_delta_rule_kernel<T, kRows, true, kChannels>
@@ -227,8 +228,8 @@ void gated_delta_rule(const GatedDeltaRuleParams& p, void* stream) {
       return plan.rule.rows == 128 ? choose.template operator()<128, kChannels>()
                                    : choose.template operator()<256, kChannels>();
     };
-    const auto kernel = p.channel_decay ? choose_rows.template operator()<true>()
-                                        : choose_rows.template operator()<false>();
+    const auto kernel =
+        p.channel_decay ? choose_rows.template operator()<true>() : choose_rows.template operator()<false>();
     launch("gated_delta_rule", kernel, plan.rule.launch, stream, p);
     launch("gated_norm", gated_norm_kernel<T>, plan.norm, stream, p);
   });

@@ -4,9 +4,9 @@
 //   out = o / sqrt(mean(o^2) + eps) * norm_weight * silu(z).
 // d and o need the state of the token before alone, so that one sweep over it computes both.
 //
-// With a decay for each channel of a key (Kimi Delta Attention) it is a vector, D = diag(decay), and D S takes the place
-// of decay S: S^T D k and S^T D q are the products with keys and queries that have been multiplied by it. No exponent is
-// ever positive, as each token is computed from the state before it.
+// With a decay for each channel of a key (Kimi Delta Attention) it is a vector, D = diag(decay), and D S takes the
+// place of decay S: S^T D k and S^T D q are the products with keys and queries that have been multiplied by it. No
+// exponent is ever positive, as each token is computed from the state before it.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ struct GatedDeltaRuleParams {
   float decay_bound;   // not 0: decay = exp(decay_bound sigmoid(exp(a_log) (a + dt_bias)))
   bool channel_decay;  // a decay for each channel of a key
   bool sigmoid_gate;   // sigmoid(z) instead of silu(z)
-  DType dtype;  // of qkv, z and out
+  DType dtype;         // of qkv, z and out
   DType a_dtype;
   DType b_dtype;
   DType norm_weight_dtype;

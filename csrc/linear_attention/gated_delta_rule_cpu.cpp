@@ -156,8 +156,8 @@ class Head {
     } else {
       const float step = load_float(p_.a, p_.a_dtype, token * p_.a_stride + head_) + p_.dt_bias[head_];
       const float rate = std::exp(p_.a_log[head_]);
-      decays_[i] = std::exp(p_.decay_bound == 0.0f ? -rate * softplus(step)
-                                                   : p_.decay_bound / (1.0f + std::exp(-rate * step)));
+      decays_[i] =
+          std::exp(p_.decay_bound == 0.0f ? -rate * softplus(step) : p_.decay_bound / (1.0f + std::exp(-rate * step)));
     }
     const float write = load_float(p_.b, p_.b_dtype, token * p_.b_stride + head_);
     beta_[i] = p_.beta_scale * (1.0f / (1.0f + std::exp(-write)));
@@ -246,7 +246,7 @@ class Head {
 
   const GatedDeltaRuleParams& p_;
   const int64_t seq_, head_;
-  int64_t first_, count_;  // the tokens at work
+  int64_t first_, count_;      // the tokens at work
   float* const keys_;          // [kTokens, key_dim], of length 1
   float* const queries_;       // [kTokens, key_dim], of length 1 / sqrt(key_dim); with kChannels times the decays
   float* const outputs_;       // [kTokens, value_dim]

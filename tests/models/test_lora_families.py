@@ -154,8 +154,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decays of channels, and latent attention": (
         "kimi-linear",
         {
-            "target_modules": ["q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"]
-            + ["o_proj", "kv_a_proj_with_mqa", "kv_b_proj", "up_proj"],
+            "target_modules": [
+                *("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj"),
+                *("kv_a_proj_with_mqa", "kv_b_proj", "up_proj"),
+            ],
             "r": 3,
         },
     ),

@@ -36,10 +36,11 @@ _LAYER = {
     **{f"linear_attn.{name}_proj": f"in_proj_{name}" for name in ("q", "k", "v", "a", "b")},  # OLMo Hybrid
     "linear_attn.g_proj": "in_proj_z",
     "linear_attn.o_proj": "out_proj",
-    **{  # Kimi Linear
-        f"self_attn.{name}_proj": f"in_proj_{ours}"
-        for name, ours in {"b": "b", "g_a": "z", "g_b": "z_up", "forget_gate.f_a": "a", "forget_gate.f_b": "a_up"}.items()
-    },
+    "self_attn.b_proj": "in_proj_b",  # Kimi Linear
+    "self_attn.g_a_proj": "in_proj_z",
+    "self_attn.g_b_proj": "in_proj_z_up",
+    "self_attn.forget_gate.f_a_proj": "in_proj_a",
+    "self_attn.forget_gate.f_b_proj": "in_proj_a_up",
     **{f"{owner}.{name}": name for owner in ("mamba", "conv", "mixer") for name in ("in_proj", "out_proj")},
     "self_attn.out_proj": "o_proj",  # LFM2
     "self_attn.g_proj": "output_gate",  # LFM3, Step 3.5, Laguna

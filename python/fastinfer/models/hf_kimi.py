@@ -58,7 +58,8 @@ def _kinds(fields: JsonFields, published: JsonFields | None) -> list[object]:
     if published is None or not all(name in published.values for name in names):
         return [LINEAR if layer % 4 or layer == 0 else FULL for layer in range(count)]
     numbers = {name: published.get(name, list) for name in names}
-    if sorted(repr(number) for listed in numbers.values() for number in listed) != sorted(map(repr, range(1, count + 1))):
+    listed = sorted(repr(number) for each in numbers.values() for number in each)
+    if listed != sorted(map(repr, range(1, count + 1))):
         raise CheckpointFormatError(
             f"{fields.path}: linear_attn_config: full_attn_layers and kda_layers: expected each of 1..{count} once, "
             f"got {list(numbers.values())!r:.80}"

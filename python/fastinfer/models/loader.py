@@ -9,18 +9,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.models.attention import Attention
 from fastinfer.models.attention_loader import load_attention
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.models.expert_loader import check_experts
+from fastinfer.models.latent_attention import LatentAttention
 from fastinfer.models.latent_loader import load_latent_attention
 from fastinfer.models.layer_reader import LayerReader
+from fastinfer.models.linear_attention import LinearAttention
+from fastinfer.models.mamba2 import Mamba2
 from fastinfer.models.mlp_loader import load_mlp
 from fastinfer.models.norm import Norm, RMSNorm, factor_norm
 from fastinfer.models.per_layer_input import PerLayerInputs
 from fastinfer.models.per_layer_loader import load_per_layer_gate, load_per_layer_inputs
 from fastinfer.models.position_tables import PositionTables
+from fastinfer.models.short_conv import ShortConv
 from fastinfer.models.state_loader import load_state_layer
 from fastinfer.weights.weight import Weight
 
@@ -150,17 +155,19 @@ class DecoderLoader:
     def layer(self, index: int) -> DecoderLayer:
         """Read one layer."""
         config, reader = self._config, self._reader
-        attention: Attention | LatentAttention | LinearAttention | Mamba2 | ShortConv
-        if config.has_state(index):
-            attention = load_state_layer(reader, index)
-        elif config.latent_attention is not None:
-            attention = load_latent_attention(reader, self._tables, index, config.latent_attention)
-        else:
-            attention = load_attention(reader, self._tables, index)
         return DecoderLayer(
-            attention,
+            self._attention(index),
             load_mlp(reader, index),
             config.parallel,
             load_per_layer_gate(reader, index),
             shares_input=config.is_parallel(index),
         )
+
+    def _attention(self, index: int) -> Attention | LatentAttention | LinearAttention | Mamba2 | ShortConv:
+        """Read the attention of a layer, or what it has in its place."""
+        config, reader = self._config, self._reader
+        if config.has_state(index):
+            return load_state_layer(reader, index)
+        if config.latent_attention is not None:
+            return load_latent_attention(reader, self._tables, index, config.latent_attention)
+        return load_attention(reader, self._tables, index)

@@ -102,8 +102,8 @@ def gated_delta_rule(
         o = S^T q / sqrt(key_dim)
         out = o / sqrt(mean(o^2) + eps) * norm_weight * silu(z)
 
-    With an ``a`` for each channel of a key, as in Kimi Delta Attention, decay is a vector of key_dim elements, and row c
-    of S is multiplied by its element c. With ``decay_bound``, ``decay = exp(decay_bound * sigmoid(exp(a_log) * (a +
+    With an ``a`` for each channel of a key, as in Kimi Delta Attention, decay is a vector of key_dim elements, by which
+    the rows of S are multiplied. With ``decay_bound``, ``decay = exp(decay_bound * sigmoid(exp(a_log) * (a +
     dt_bias)))``.
 
     Everything is computed in fp32. A token's result is the same to the last bit however its sequence was divided into
