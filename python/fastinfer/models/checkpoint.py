@@ -10,10 +10,11 @@ for a gate of attention's output, ``layers.3.output_gate``. Experts of projected
 ``_b``), perhaps second matrices ``layers.3.in_proj_z_up`` (``_a_up``), ``layers.3.conv1d``, ``layers.3.A_log``,
 ``layers.3.dt_bias``, ``layers.3.gated_norm`` and ``layers.3.out_proj``; one with a short convolution has
 ``layers.3.in_proj``, ``layers.3.conv1d`` and ``layers.3.out_proj``; a Mamba-2 layer also has ``layers.3.A_log``,
-``layers.3.D``, ``layers.3.dt_bias`` and ``layers.3.gated_norm``. One with latent attention has ``layers.3.q_a_proj``, ``layers.3.q_a_norm``,
-``layers.3.q_b_proj``, ``layers.3.kv_a_proj``, ``layers.3.kv_a_norm``, and ``layers.3.kv_b_proj`` or, already transposed
-and split, ``layers.3.k_b_proj`` and ``layers.3.v_b_proj``; its indexer has ``layers.3.index_q_proj``,
-``layers.3.index_k_proj``, ``layers.3.index_k_norm`` and ``layers.3.index_weights``. Outside the layers there are
+``layers.3.D``, ``layers.3.dt_bias`` and ``layers.3.gated_norm``. One with latent attention has ``layers.3.q_a_proj``,
+``layers.3.q_a_norm``, ``layers.3.q_b_proj``, ``layers.3.kv_a_proj``, ``layers.3.kv_a_norm``, and ``layers.3.kv_b_proj``
+or, already transposed and split, ``layers.3.k_b_proj`` and ``layers.3.v_b_proj``; its indexer has
+``layers.3.index_q_proj``, ``layers.3.index_k_proj``, ``layers.3.index_k_norm`` and ``layers.3.index_weights``. Outside
+the layers there are
 ``embedding``, ``norm``, ``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is ``layers.3.q_proj.bias``.
 """
 
