@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.drafts import GREEDY, OPTIONS, recorded_drafts, texts
+from support.drafts import GREEDY, OPTIONS, check_adapter_and_sleep, recorded_drafts, texts
 from support.mtp_models import MTPModel
+from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
 from support.toy import always_speculate
 from torch import Tensor
@@ -109,6 +110,15 @@ def test_grammars_rounding_and_sleep(tmp_path: Path) -> None:
     llm.wake_up()
     assert texts(llm, SAMPLED) == texts(alone, SAMPLED)
     assert llm.engine.stats().num_failed_draws == 0
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """The layer reads the hidden states of the adapted model, and has no adapter itself."""
+    path, adapter = make("glm4-moe").write(tmp_path / "model"), tmp_path / "adapter"
+    write_adapter(adapter, open_checkpoint(path).config, modules=("q_proj", "o_proj"))
+    llm = with_mtp(path, max_loras=1)
+    check_adapter_and_sleep(llm, LLM(str(path), max_loras=1, **OPTIONS), adapter)
+    assert llm.engine.stats().num_drafted_tokens > 20
 
 
 def test_replicas_share_the_layer(tmp_path: Path) -> None:
