@@ -212,6 +212,26 @@ def test_a_run(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, theirs(torch.tensor([ids])).logits[0].log_softmax(-1), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("setting", [{"learning_rate": 1e9}, {"temperature": 1e30}])
+def test_a_training_that_diverges_leaves_no_model(folder: Path, tmp_path: Path, setting: dict[str, float]) -> None:
+    options: dict[str, Any] = {"student": "layers:0,3", "context": LENGTH, **setting}
+    settings = Settings(str(folder / "teacher"), str(folder / "text.txt"), 1.0, **options)
+    with pytest.raises(RequestError, match=r"learning_rate, temperature: expected .* or gradients are not finite"):
+        distill(settings, tmp_path, clock=ticks())
+    assert not (tmp_path / "model").exists()
+
+
+def test_progress(folder: Path, tmp_path: Path) -> None:
+    told = []
+    settings = Settings(str(folder / "teacher"), str(folder / "text.txt"), 1.0, stages=(2,), context=LENGTH)
+    distill(settings, tmp_path, clock=ticks(0.5), on_progress=lambda seconds, text: told.append((seconds, text)))
+    assert told == sorted(told)
+    kinds = [re.sub(r" [\d.]+$", "", text) for _, text in told]
+    assert kinds[:2] == ["choosing 2 layers"] * 2
+    assert list(dict.fromkeys(kinds)) == ["choosing 2 layers", "loss on unseen text", "loss"]
+    assert kinds[-1] == "loss on unseen text"
+
+
 def test_a_run_without_time_for_a_step_leaves_no_model(folder: Path, tmp_path: Path) -> None:
     """The first stage ends a little after the whole time."""
     settings = Settings(str(folder / "teacher"), str(folder / "text.txt"), 1.0, stages=(3, 2), context=LENGTH)

@@ -1,5 +1,6 @@
 """The sample applications run, and do what their texts say."""
 
+import json
 import re
 from functools import partial
 from itertools import count, pairwise
@@ -156,11 +157,18 @@ def test_prompt_modules(model_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_distill(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
     clock = partial(next, count(0.0, 10.0))  # a few steps on any machine
     monkeypatch.setattr("fastinfer.cli.distill.distill", partial(distill, clock=clock))
     options = ["--teacher", str(tiny_model), "--student", "layers:0", "--loss", "ce", "--minutes", "1"]
     assert example("distill").main([str(tmp_path), *options]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "model")
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-2:] == [str(tmp_path / "report.png"), str(tmp_path / "model")]
+    assert re.search(r"distill 100% \|.*\| [\d.]+ of 1 min, loss on unseen text [\d.]+", captured.err)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["points"][-1]["num_tokens"] > 0
+    assert list(report["tokens_per_s"]) == ["teacher", "student", "teacher, student as draft"]
+    assert (tmp_path / "report.png").stat().st_size > 1000
     train, unseen = ((tmp_path / name).read_text() for name in ("train.txt", "unseen.txt"))
     assert len(train) > 10 * len(unseen) > 100_000
     assert not set(train.split("\n\n")) & set(unseen.split("\n\n"))

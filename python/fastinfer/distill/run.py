@@ -25,7 +25,7 @@ def distill(
     out: Path,
     *,
     clock: Callable[[], float] = time.perf_counter,
-    on_step: Callable[[float, float], None] = lambda seconds, loss: None,
+    on_progress: Callable[[float, str], None] = lambda seconds, text: None,
 ) -> Report:
     """Distill a student and write it to ``out/model``, the records to ``out/shards``.
 
@@ -33,7 +33,7 @@ def distill(
         settings: what to do.
         out: folder to write.
         clock: clock of the time limit, in seconds.
-        on_step: function that is called after each step of training, with the seconds since the start and the loss.
+        on_progress: function that is called with the seconds since the start and what was done last.
 
     Raises:
         ModelNotFoundError, CheckpointFormatError, UnsupportedModelError, RequestError: a model or a text is not there,
@@ -77,7 +77,7 @@ def distill(
         clock,
         start,
         60 * settings.minutes,
-        on_step,
+        on_progress,
     )
     trainer.train(stages)
     student.save(out / "model")

@@ -1,5 +1,6 @@
 """Training of a student within a time limit, in one stage or in several with fewer and fewer layers."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +49,7 @@ class Trainer:
         clock: function that returns the time in seconds.
         start: when the run began, by that clock.
         limit: seconds after which it ends.
-        on_step: function that is called after each step, with the seconds since the start and the loss.
+        on_progress: function that is called with the seconds since the start and what was done last.
         points: the state at the start of each stage, while it lasts and at its end.
     """
 
@@ -60,7 +61,7 @@ class Trainer:
     clock: Callable[[], float]
     start: float
     limit: float
-    on_step: Callable[[float, float], None] = lambda seconds, loss: None
+    on_progress: Callable[[float, str], None] = lambda seconds, text: None
     points: list[Point] = field(default_factory=list)
     num_tokens: int = 0
 
@@ -71,7 +72,7 @@ class Trainer:
             stages: number of layers in each; layers are dropped at its start.
 
         Raises:
-            RequestError: the whole time is over before the first step of a stage.
+            RequestError: the whole time is over before the first step of a stage, or the training diverges.
         """
         batches = self._batches()
         probe = self.shards[0]["ids"][:PROBE_SECTIONS].long()
@@ -85,8 +86,10 @@ class Trainer:
                 raise self._no_time(num_layers)
 
     def _check_time(self, num_layers: int) -> None:
-        if self._seconds() >= self.limit:
+        seconds = self._seconds()
+        if seconds >= self.limit:
             raise self._no_time(num_layers)
+        self.on_progress(seconds, f"choosing {num_layers} layers")
 
     def _no_time(self, num_layers: int) -> RequestError:
         return RequestError(
@@ -108,12 +111,20 @@ class Trainer:
             batch = next(batches)
             loss = self.objective(self.student, batch)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, CLIPPED_NORM)
+            self._check_finite(float(torch.nn.utils.clip_grad_norm_(parameters, CLIPPED_NORM)))
             optimizer.step()
             optimizer.zero_grad()
             self.num_tokens += batch["ids"].numel()
-            self.on_step(self._seconds(), float(loss.detach()))
+            self.on_progress(self._seconds(), f"loss {float(loss.detach()):.3f}")
         self._judge()
+
+    def _check_finite(self, value: float) -> None:
+        if not math.isfinite(value):
+            raise RequestError(
+                f"learning_rate, temperature: expected ones with which the training converges, got "
+                f"{self.learning_rate:g} and {self.objective.temperature:g}: after {self.num_tokens} tokens losses or "
+                "gradients are not finite"
+            )
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -128,7 +139,10 @@ class Trainer:
         self.student.model.eval()
         judgement = self.judge(self.student)
         self.student.model.train()
-        self.points.append(Point(self._seconds(), len(self.student.layers), self.num_tokens, judgement))
+        self._check_finite(judgement.loss)
+        seconds = self._seconds()
+        self.points.append(Point(seconds, len(self.student.layers), self.num_tokens, judgement))
+        self.on_progress(seconds, f"loss on unseen text {judgement.loss:.3f}")
 
     def _seconds(self) -> float:
         return self.clock() - self.start
