@@ -26,7 +26,7 @@ from fastinfer.benchmarks.prompts import SYSTEM
 from fastinfer.benchmarks.repack import repack, weight_bytes
 from fastinfer.benchmarks.replay import Job
 from fastinfer.benchmarks.subject import Subject
-from fastinfer.cli.arguments import ABLATION_ROWS, HEAD_ROW
+from fastinfer.cli.arguments import ABLATION_ROWS, DRAFT_ROW
 from fastinfer.cli.main import main
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError, UnsupportedModelError
@@ -47,7 +47,7 @@ SETTINGS = Settings(
     document_tokens=64,
     attended_tokens=128,
 )
-NEED_LAYERS = ("head", "sparse")  # which the toy model does not have
+NEED_LAYERS = ("draft", "sparse")  # which the toy model does not have
 NOTHING = Measured(1.0, 0, 35, [], [], 0, 1, 0, 0, 0, 0)
 SHARED = [(5 * i) % VOCAB_SIZE for i in range(40)]
 
@@ -124,8 +124,9 @@ def test_gain_is_relative_to_the_baseline() -> None:
     assert ablation.gain(rows["sparse"], [rows["none"], rows["sparse"]], runs) == 1, "the first has another workload"
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.key in NEED_LAYERS], ids=lambda row: row.key)
-def test_rows_that_need_layers(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("key", "draft"), [("draft", "head"), ("draft", "model"), ("sparse", "head")])
+def test_rows_that_need_layers(key: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = (row for row in ROWS if row.key == key)
     engines = []
     make_engine = Subject.make_engine
 
@@ -135,12 +136,12 @@ def test_rows_that_need_layers(row: Row, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Subject, "make_engine", remember)
     write_tiny_folder(tmp_path / "model", sizes={"num_hidden_layers": 4})
-    head = write_speculators(tmp_path / "head", random_head(), eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    write_speculators(tmp_path / "head", random_head(), eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     tiny = Subject.load(str(tmp_path / "model"), "float32", device="cpu")
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    measured = measure(tiny, row, replace(SETTINGS, draft_head=str(head)), [Job([7, 8, 9], params)] * 3)
+    measured = measure(tiny, row, replace(SETTINGS, draft_model=str(tmp_path / draft)), [Job([7, 8, 9], params)] * 3)
     ablation.check_complete(row, measured)
-    assert (measured.num_drafted > 0) is row.draft_head
+    assert (measured.num_drafted > 0) is row.draft_model
     assert engines[0].config.sparse_attention == (128 if row.sparse_attention else None)
 
 
@@ -211,8 +212,8 @@ def test_rows_are_checked_before_they_are_measured(subject: Subject, tmp_path: P
     with pytest.raises(RequestError, match=r"--context must be at least \d+ for the row kv, got 40"):
         check(replace(subject, context=40), rows["kv"], SETTINGS)
     write_tiny_folder(tmp_path / "model")
-    with pytest.raises(RequestError, match="--draft-head: expected a draft head, got the model"):
-        check(subject, rows["head"], replace(SETTINGS, draft_head=str(tmp_path / "model")))
+    with pytest.raises(RequestError, match=r"the draft model must have the vocabulary of \d+ tokens"):
+        check(subject, rows["draft"], replace(SETTINGS, draft_model=str(tmp_path / "model")))
     with pytest.raises(RequestError, match="--rows: kv repacks the weights, which needs --device cpu, got cuda:0"):
         check(replace(subject, device="cuda:0"), rows["kv"], SETTINGS)
     assert isinstance(subject.model, Decoder)
@@ -325,7 +326,7 @@ def test_ablation_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return Measured(1.0, tokens, 10, [0.5], [0.1, 0.2], 50_000_000, 90_000_000, 1, 0, 8 * row.speculation, 4)
 
     monkeypatch.setattr(ablation, "_measure_in_process", run)
-    keys = [key for key in ABLATION_ROWS if key != HEAD_ROW]
+    keys = [key for key in ABLATION_ROWS if key != DRAFT_ROW]
     assert main(["bench", "ablation", "--rows", ",".join(keys), "--repeats", "2", "--out", str(tmp_path)]) == 0
     assert order == keys * 2  # in turns
     lines = capsys.readouterr().out.splitlines()
@@ -358,7 +359,7 @@ def test_options_reach_the_processes_of_an_ablation(monkeypatch: pytest.MonkeyPa
         return Measured(1.0, 10, 10, [0.5], [0.1, 0.2], 50_000_000, 90_000_000, 1, 0, 0, 0)
 
     monkeypatch.setattr(ablation, "_measure_in_process", run)
-    assert main(["bench", "ablation", "--rows=head"]) == 2
+    assert main(["bench", "ablation", "--rows=draft"]) == 2
     options = "--device=cpu --dtype=float32 --kv-cache-dtype=int8 --context=200 --max-num-seqs=3 --threads=2"
     assert main(["bench", "ablation", "--rows=kv", "--repeats=1", *options.split()]) == 0
     [settings] = seen

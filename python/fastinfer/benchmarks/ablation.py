@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         args.limit_seconds,
         args.document_tokens,
         args.sparse_attention,
-        args.draft_head,
+        args.draft_model,
         options,
         args.threads,
     )

@@ -20,6 +20,7 @@ from fastinfer.benchmarks.repack import check_form, repack, weight_bytes
 from fastinfer.benchmarks.replay import Job, Replay, longest_sequence, replay
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.construction import check_draft_model
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.prompt_layout import Piece, PromptLayout
 from fastinfer.errors import FastinferError, RequestError
@@ -46,7 +47,7 @@ class Settings:
         speculative_tokens: largest number of drafted tokens per step.
         document_tokens: length of the text that long prompts share.
         attended_tokens: number of tokens that a generated one attends to, with sparse attention.
-        draft_head: folder of a draft head; ``None`` without the row that needs it.
+        draft_model: name or path of a draft model or a draft head; ``None`` without the row that needs it.
         limit_s: time limit of rows without a KV cache, in seconds.
         loading: options of :meth:`Subject.load`.
         threads: number of CPU threads; ``None`` for one per core.
@@ -60,7 +61,7 @@ class Settings:
     limit_s: float
     document_tokens: int
     attended_tokens: int
-    draft_head: str | None = None
+    draft_model: str | None = None
     loading: dict[str, Any] = field(default_factory=dict)
     threads: int | None = None
 
@@ -134,15 +135,15 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
     """Warm up and measure a row. The subject's weights have the form of the row already."""
     longest = longest_sequence(jobs)
     batch_size = 1 if row.batching is None else settings.batch_size
-    if row.draft_head:
+    if row.draft_model:
         dtype = settings.loading.get("dtype", "auto")
-        head = load_weights(_open_draft_head(subject, settings), dtype, subject.device, longest)
-        subject = replace(subject, draft_model=head)
+        draft = load_weights(_open_draft_model(subject, settings, longest), dtype, subject.device, longest)
+        subject = replace(subject, draft_model=draft)
     engine = subject.make_engine(
         max_model_len=longest,
         max_num_seqs=batch_size,
         enable_prefix_caching=row.prefix_caching,
-        num_speculative_tokens=settings.speculative_tokens if row.speculation or row.draft_head else 0,
+        num_speculative_tokens=settings.speculative_tokens if row.speculation or row.draft_model else 0,
         sparse_attention=settings.attended_tokens if row.sparse_attention else None,
     )
     _run(engine, row, _warm_up(jobs[:batch_size]), batch_size, WARM_UP_S)
@@ -172,23 +173,25 @@ def check(subject: Subject, row: Row, settings: Settings) -> None:
 
     Raises:
         FastinferError: the model cannot have the row's form of weights on its device, the context is too short, or
-            what is given as a draft head is another model.
+            the draft model does not fit.
     """
     assert isinstance(subject.model, Decoder)
     check_form(subject.model, row.weights)
     if row.weights != "int4" and subject.device != "cpu":
         raise RequestError(f"--rows: {row.key} repacks the weights, which needs --device cpu, got {subject.device}")
-    subject.check_context(longest_sequence(make_jobs(subject, row, settings)), f"the row {row.key}")
-    if row.draft_head:
-        _open_draft_head(subject, settings)
+    longest = longest_sequence(make_jobs(subject, row, settings))
+    subject.check_context(longest, f"the row {row.key}")
+    if row.draft_model:
+        _open_draft_model(subject, settings, longest)
 
 
-def _open_draft_head(subject: Subject, settings: Settings) -> Checkpoint:
-    assert settings.draft_head is not None
+def _open_draft_model(subject: Subject, settings: Settings, max_model_len: int) -> Checkpoint:
+    """Open the draft model and check that it fits, see :func:`fastinfer.engine.construction.check_draft_model`."""
+    assert settings.draft_model is not None
     exact = Precision.of(settings.loading.get("dtype", "auto"), subject.device).exact
-    checkpoint = open_checkpoint(hub.resolve(settings.draft_head), exact)
-    if not checkpoint.config.is_draft_head:
-        raise RequestError(f"--draft-head: expected a draft head, got the model {settings.draft_head}")
+    checkpoint = open_checkpoint(hub.resolve(settings.draft_model), exact)
+    config = EngineConfig(num_speculative_tokens=settings.speculative_tokens)
+    check_draft_model(config, subject.model.config, checkpoint.config, max_model_len)
     return checkpoint
 
 

@@ -16,7 +16,7 @@ class Row:
         batching: ``"continuous"``, ``"static"``, or ``None`` for one request at a time.
         prefix_caching: whether the prefix cache is on.
         speculation: whether n-gram speculation is on.
-        draft_head: whether a draft head drafts tokens.
+        draft_model: whether a draft model or a draft head drafts tokens.
         long_prompts: whether each prompt is a line of its own, a long text that all share, and a question.
         modules: whether the shared text is two prompt modules.
         sparse_attention: whether generated tokens attend to a part of the text.
@@ -32,7 +32,7 @@ class Row:
     batching: str | None = "continuous"
     prefix_caching: bool = False
     speculation: bool = False
-    draft_head: bool = False
+    draft_model: bool = False
     long_prompts: bool = False
     modules: bool = False
     sparse_attention: bool = False
@@ -84,12 +84,12 @@ ROWS = (
         speculation=True,
     ),
     Row(
-        "head",
-        "+ draft head",
-        "as + prefix cache, and several tokens drafted by a draft head are verified per step",
+        "draft",
+        "+ draft model",
+        "as + prefix cache, and several tokens drafted by a draft model or a draft head are verified per step",
         "int4",
         prefix_caching=True,
-        draft_head=True,
+        draft_model=True,
         baseline="prefix",
     ),
     Row(

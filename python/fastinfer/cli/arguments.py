@@ -25,10 +25,10 @@ from fastinfer.quantize.methods import METHODS
 
 DEFAULT_BENCHMARK = "end-to-end"
 SECTION_TOKENS = 512
-HEAD_ROW = "head"  # of the ablation, which needs a draft head
+DRAFT_ROW = "draft"  # of the ablation, which needs a draft model
 ABLATION_ROWS = (
     *("none", "kv", "batch", "kv+batch", "continuous", "int8", "int4", "prefix", "speculation"),
-    *(HEAD_ROW, "long", "modules", "sparse"),
+    *(DRAFT_ROW, "long", "modules", "sparse"),
 )
 THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
 
@@ -316,11 +316,11 @@ def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
     benchmark.add_argument(
         "--rows",
         type=names(ABLATION_ROWS),
-        default=ABLATION_ROWS[: ABLATION_ROWS.index(HEAD_ROW)],
+        default=ABLATION_ROWS[: ABLATION_ROWS.index(DRAFT_ROW)],
         metavar="NAME,NAME",
-        help=f"some of {', '.join(ABLATION_ROWS)}; default: those before {HEAD_ROW}",
+        help=f"some of {', '.join(ABLATION_ROWS)}; default: those before {DRAFT_ROW}",
     )
-    benchmark.add_argument("--draft-head", metavar="FOLDER", help=f"draft head of the row {HEAD_ROW}")
+    benchmark.add_argument("--draft-model", metavar="MODEL", help=f"draft model or draft head of the row {DRAFT_ROW}")
     benchmark.add_argument(
         "--document-tokens",
         type=count(64),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fastinfer import hub
-from fastinfer.cli.arguments import HEAD_ROW, SECTION_TOKENS
+from fastinfer.cli.arguments import DRAFT_ROW, SECTION_TOKENS
 from fastinfer.cli.options import API_KEY_VARIABLE
 from fastinfer.client.endpoint import Endpoint
 from fastinfer.distill.settings import SELF, Settings
@@ -92,11 +92,13 @@ def _check_benchmark(args: argparse.Namespace) -> None:
     if "url" in args:
         check_server(args)
         return
-    if "draft_head" in args and (args.draft_head is None) is (HEAD_ROW in args.rows):
-        row = "with" if args.draft_head is None else "without"
-        raise RequestError(f"--draft-head: expected one with the row {HEAD_ROW} alone, got {args.draft_head} {row} it")
-    if vars(args).get("draft_head") is not None:
-        hub.resolve(args.draft_head)
+    if "draft_model" in args and (args.draft_model is None) is (DRAFT_ROW in args.rows):
+        row = "with" if args.draft_model is None else "without"
+        raise RequestError(
+            f"--draft-model: expected one with the row {DRAFT_ROW} alone, got {args.draft_model} {row} it"
+        )
+    if vars(args).get("draft_model") is not None:
+        hub.resolve(args.draft_model)
     check_models(args)
 
 
