@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fastinfer import LLM, SamplingParams
+from fastinfer.cli.main import main as fastinfer
 from fastinfer.hub import DEFAULT_MODEL
-from fastinfer.train_head.run import train_head
 
 MODULES = (
     "argparse asyncio base64 bisect calendar codecs collections configparser contextlib copy csv dataclasses "
@@ -46,17 +46,18 @@ def _names() -> Iterator[str]:
         yield from (f"{name}.{entry}" for entry in public if callable(getattr(module, entry, None)))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train a draft head, and compare the speed.")
     parser.add_argument("out", type=Path, help="folder of the head, new or empty")
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--minutes", type=float, default=6.0, help="time of the training; default: %(default)s")
+    parser.add_argument("--minutes", default="6", help="time of the training; default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=128, help="of the answer; default: %(default)s")
     args = parser.parse_args(argv)
     data = args.out.with_suffix(".txt")
     data.write_text("\n".join(questions()) + "\n")
-    report = train_head(args.model, str(data), args.minutes, args.out, lambda text, share: None)
-    print(f"right drafts on other questions: {report.before[0]:.0%} before, {report.after[0]:.0%} after")
+    training = ["--data", str(data), "--minutes", args.minutes, "--out", str(args.out)]
+    if code := fastinfer(["train-head", "--model", args.model, *training]):
+        return code
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     for name, options in {"without drafts": {}, "with the head": {"draft_model": str(args.out)}}.items():
         llm = LLM(args.model, max_model_len=512, num_speculative_tokens=2 if options else 0, **options)
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         output = llm.chat([{"role": "user", "content": QUESTION}], params)
         seconds, completion = time.perf_counter() - start, output.outputs[0]
         print(f"[{name}: {len(completion.token_ids) / seconds:.0f} tokens/s]\n{completion.text.strip()}\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
