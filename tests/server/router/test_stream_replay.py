@@ -150,9 +150,12 @@ def test_token_ids_and_logprobs_are_not_repeated() -> None:
     assert "prompt_token_ids" not in choice
 
 
-def test_another_text_is_never_sent() -> None:
-    def part(text: str) -> bytes:
-        choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+@pytest.mark.parametrize("ending", [(" was large", None), ("", "stop")])
+def test_another_text_is_never_sent(ending: tuple[str, str | None]) -> None:
+    """Neither one that goes on in another way, nor one that ends before what has been sent."""
+
+    def part(text: str, finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}
         return frame({"id": "a", "created": 1, "choices": [choice]})
 
     replay = StreamReplay()
@@ -160,7 +163,7 @@ def test_another_text_is_never_sent() -> None:
     replay.restart()
     assert replay.push(part("Paris")) == b""
     with pytest.raises(DivergedError):
-        replay.push(part(" was large"))
+        replay.push(part(*ending))
 
 
 def test_errors() -> None:

@@ -20,7 +20,7 @@ _PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
 
 
 class DivergedError(Exception):
-    """The other replica writes another text: it has another model, or other kernels."""
+    """The other replica writes another text, or ends it earlier: it has another model, or other kernels."""
 
 
 class StreamReplay:
@@ -146,6 +146,8 @@ class _Choice:
             rest["logprobs"] = self._lists(choice["logprobs"])
             is_new |= any(rest["logprobs"].values())
         if choice.get("finish_reason") is not None:
+            if any(self._to_skip.values()):
+                raise DivergedError
             is_new |= self._is_new("end")
         return rest if is_new else None
 
