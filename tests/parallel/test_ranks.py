@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import ROOT
 from support.ranks import in_ranks
 from support.tiny_folder import write_tiny_folder
 from support.waiting import until
@@ -121,6 +122,31 @@ def test_ranks_end_with_a_killed_parent(folder: Path, then: str) -> None:
     ) as parent:
         assert parent.stdout is not None
         [pid] = map(int, parent.stdout.readline().split())
+        parent.kill()
+    until(lambda: not is_alive(pid))
+
+
+def test_ranks_that_import_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """Torch is imported for a second or more."""
+    begun = tmp_path / "begun"
+    (tmp_path / "slow.py").write_text(f"open({str(begun)!r}, 'w').close()\nimport time\ntime.sleep(60)")
+    program = """
+import sys, time
+from fastinfer.parallel.group import Group
+from fastinfer.parallel.ranks import Ranks
+ranks = Ranks(Group.create(2), "slow", None, 1)
+while not ranks.pids:
+    time.sleep(0.01)
+print(*ranks.pids, flush=True)
+time.sleep(60)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "python")])}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        [pid] = map(int, parent.stdout.readline().split())
+        until(begun.exists)
         parent.kill()
     until(lambda: not is_alive(pid))
 

@@ -39,7 +39,7 @@ def halved_ranks() -> Iterator[None]:
         yield
 
 
-def main(parent: str, rank: str) -> None:
+def main(rank: int) -> None:
     """The process of another rank."""
     halve_all(pytest.MonkeyPatch())
-    rank_process.main(parent, rank)
+    rank_process.main(rank)

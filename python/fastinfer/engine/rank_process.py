@@ -25,7 +25,6 @@ from fastinfer.parallel.peer_group import unconnected_team
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.sharded_adapters import SlotSizes
 from fastinfer.parallel.stage import Stage
-from fastinfer.utils.parent import end_with_parent
 from fastinfer.utils.text import one_line
 
 
@@ -115,19 +114,13 @@ def start_ranks(task: RankTask) -> Ranks:
     return Ranks(task.create_group(), __name__, task, num_threads)
 
 
-def main(parent: str, rank: str) -> None:
-    """Run a rank until rank 0 ends it.
-
-    Args:
-        parent: id of the process of rank 0.
-        rank: number of this rank.
-    """
-    end_with_parent(int(parent))
+def main(rank: int) -> None:
+    """Run a rank, given its number, until rank 0 ends it."""
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints of libraries are no reports
     task, fds = pickle.load(sys.stdin.buffer)  # from the parent's own pipe
     threading.Thread(target=_wait_for_end_of_input, daemon=True).start()
-    group = task.join_group(int(rank), fds)
+    group = task.join_group(rank, fds)
     try:
         device = task.config.device_of(group.rank)
         with torch.inference_mode(), model_context(device, task.config.deterministic):

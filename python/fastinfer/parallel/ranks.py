@@ -22,8 +22,15 @@ from fastinfer.utils.programs import module_path
 END_SECONDS = 1.0
 # Seconds between two looks at the ranks' states. One that is stopped at both is taken for dead.
 LOOK_SECONDS = 0.25
-# The first line of a process: modules are found where its parent finds them.
-PROGRAM = "import sys; sys.path[:] = sys.argv[3].split('\\n'); import {module} as m; m.main(sys.argv[1], sys.argv[2])"
+# Modules are found where the parent finds them. Its death ends the process even while that imports torch.
+PROGRAM = """\
+import sys
+sys.path[:] = sys.argv[4].split("\\n")
+from fastinfer.utils.parent import end_with_parent
+end_with_parent(int(sys.argv[1]))
+from importlib import import_module
+import_module(sys.argv[2]).main(int(sys.argv[3]))
+"""
 
 
 class Ranks:
@@ -34,7 +41,7 @@ class Ranks:
 
     Args:
         group: rank 0 of the group.
-        module: module whose function ``main(pid, rank)`` is run, with a pickled task and the file descriptors of the
+        module: module whose function ``main(rank)`` is run, with a pickled task and the file descriptors of the
             group at standard input. It reports ``ready``, once or several times, or an error, in one line of standard
             output each. Between two lines it waits for rank 0, or the second would not be noticed.
         task: what the ranks shall do, of any type that can be pickled.
@@ -110,10 +117,9 @@ class Ranks:
 
     def _start(self, rank: int) -> IO[bytes]:
         """Start the process of a rank, and return its standard output."""
-        program = PROGRAM.format(module=self._module)
-        arguments = [sys.executable, "-c", program, str(os.getpid()), str(rank), "\n".join(module_path())]
+        arguments = [str(os.getpid()), self._module, str(rank), "\n".join(module_path())]
         self._processes[rank] = process = subprocess.Popen(
-            arguments,
+            [sys.executable, "-c", PROGRAM, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=self.group.fds,
