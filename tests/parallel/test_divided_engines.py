@@ -9,6 +9,7 @@ from support.tiny_folder import write_tiny_folder
 
 from fastinfer import LLM, SamplingParams
 from fastinfer.sampling_params import BeamSearchParams
+from fastinfer.structured_output import StructuredOutputsParams
 
 # Families, and for each the numbers of ranks of a stage and of stages.
 DIVISIONS = [
@@ -46,6 +47,14 @@ def test_texts(whole: LLM, divided: LLM) -> None:
         assert texts(divided, params) == texts(whole, params)
     assert divided.engine.stats().num_hit_tokens > 0
     assert divided.engine.stats().num_failed_graphs == 0
+
+
+def test_grammars(whole: LLM, divided: LLM) -> None:
+    grammar = StructuredOutputsParams(regex="[0-9]{3,20}(x|yz)")
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, logprobs=1, structured_outputs=grammar)
+    found = texts(divided, params)
+    assert found == texts(whole, params)
+    assert all(output.outputs[0].text[:3].isdecimal() for output in divided.generate(PROMPTS, params))
 
 
 def test_log_probabilities_of_prompts(whole: LLM, divided: LLM) -> None:

@@ -17,6 +17,7 @@ from support.tiny_folder import write_tiny_folder
 from support.waiting import until
 
 from fastinfer import LLM, AsyncEngine, SamplingParams, ops
+from fastinfer.engine.batch_inputs import BatchInputs
 from fastinfer.engine.rank_process import RankTask
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.ranks import Ranks
@@ -257,6 +258,20 @@ def test_rank_that_cannot_load_its_part(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(RankTask, "__getstate__", other_path, raising=False)
     with pytest.raises(ValueError, match=r"rank 1: .*nothing"):
         LLM(str(folder), tensor_parallel_size=2, **LIMITS)
+
+
+def test_inputs_that_are_not_those_of_the_message_end_all_ranks(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = divided(folder, kind, 3)
+    pids = ranks_of(llm).pids
+    digest = BatchInputs.digest
+    monkeypatch.setattr(BatchInputs, "digest", lambda self, size: digest(self, size) ^ 1)  # of rank 0
+    message = rf"^{kind} parallelism ended: rank [12]: .*the inputs of a step must have the digest \d+, got \d+$"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            llm.generate([PROMPT], LONG)
+    until(lambda: not any(map(is_alive, pids)))
 
 
 def test_ranks_that_disagree_end() -> None:
