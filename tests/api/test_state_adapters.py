@@ -17,6 +17,7 @@ MODULES = {
     "lfm2": ["in_proj", "out_proj", "q_proj", "w1"],
     "granite-hybrid": ["in_proj", "out_proj", "input_linear"],
     "deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "kimi-linear": ["q_proj", "f_b_proj", "b_proj", "g_a_proj", "kv_a_proj_with_mqa", "o_proj"],
 }
 
 

@@ -41,8 +41,10 @@ def cases() -> Iterator[tuple[str, dict[str, int]]]:
         yield "rms_norm", {"rows": rows, "hidden": hidden}
     for tokens, out, max_rank in itertools.product((1, 77, 8192), (1, 576, 28672), (1, 16, 64)):
         yield "add_lora", {"tokens": tokens, "out": out, "max_rank": max_rank}
-    for seqs, heads, key_dim, value_dim in itertools.product((1, 7, 256), (1, 32), (16, 128, 256), (48, 128, 256)):
+    choices = (1, 7, 256), (1, 32), (16, 128, 256), (48, 128, 256), (0, 1)
+    for seqs, heads, key_dim, value_dim, channels in itertools.product(*choices):
         rule = {"seqs": seqs, "value_heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+        rule["channel_decay"] = channels
         yield from (("gated_delta_rule", rule | {"tokens": tokens}) for tokens in (seqs, 8192))
     for seqs, heads, state_dim, head_dim in itertools.product((1, 7, 256), (1, 128), (16, 128, 256), (48, 64, 256)):
         scan = {"seqs": seqs, "heads": heads, "groups": 1, "state_dim": state_dim, "head_dim": head_dim}

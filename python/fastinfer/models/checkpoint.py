@@ -14,8 +14,8 @@ for a gate of attention's output, ``layers.3.output_gate``. Experts of projected
 ``layers.3.q_a_norm``, ``layers.3.q_b_proj``, ``layers.3.kv_a_proj``, ``layers.3.kv_a_norm``, and ``layers.3.kv_b_proj``
 or, already transposed and split, ``layers.3.k_b_proj`` and ``layers.3.v_b_proj``; its indexer has
 ``layers.3.index_q_proj``, ``layers.3.index_k_proj``, ``layers.3.index_k_norm`` and ``layers.3.index_weights``. Outside
-the layers there are
-``embedding``, ``norm``, ``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is ``layers.3.q_proj.bias``.
+the layers there are ``embedding``, ``norm``, ``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is
+``layers.3.q_proj.bias``.
 """
 
 from collections import Counter
