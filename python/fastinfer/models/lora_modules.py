@@ -39,7 +39,8 @@ def module_parts(config: ModelConfig, layer: int, module: str, inner: int | None
         inner: width of the owner, if that is not the layer's MLP.
     """
     states = config.states
-    if config.has_state(layer) and module in _IN_STATES:
+    has_own = isinstance(states, LinearAttentionConfig) and states.separate_projections
+    if has_own and config.has_state(layer) and module in _IN_STATES:
         return {_IN_STATES[module]: slice(None)}
     if module in _FUSED:
         return {part: fused_rows(config, layer, part, inner) for part in _FUSED[module]}
