@@ -123,7 +123,7 @@ def model_in(form: str, config: ModelConfig = MIXED) -> RandomCheckpoint:
 
 def weight_bytes(model: Model) -> int:
     """Bytes of all packed matrices."""
-    packed = (tensor for tensor in tensors_of(model) if tensor.dtype in (torch.uint8, torch.float16))
+    packed = (tensor for tensor in tensors_of(model) if tensor.dtype in (torch.uint8, torch.int8, torch.float16))
     return sum(tensor.nbytes for tensor in packed if tensor.dim() > 1)
 
 
