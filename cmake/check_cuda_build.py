@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
     "paged_attention_kernel": (240, "32 rows of sums and logits fill the registers"),
     "gemm_kernel<GemmKernel<": (36, "two blocks share a multiprocessor's registers"),
+    "gated_delta_rule_kernel": (68, "two blocks, which also prepare decays of channels, share the registers"),
     "mamba2_scan_kernel": (136, "two blocks, which also prepare tokens, share a multiprocessor's registers"),
     "all_reduce_add_rms_norm_kernel": (24, "loads of four vectors from eight ranks are under way"),
 }
@@ -63,6 +64,7 @@ NARROW_LOADS: dict[str, str] = {
     "pack_kernel": "runs once, when a model is loaded",
     "paged_attention_plan_kernel": "reads a few integers of each sequence",
     "route_experts_kernel": "reads a few logits of each token, in any row stride",
+    "select_pages_kernel": "a lane per token, whose words lie beside each other",
 }
 
 

@@ -132,7 +132,7 @@ ROWS = [
     Row("`causal_conv1d` of a prompt", r"causal_conv1d_kernel<bf16, 8, 4, false>"),
     Row(
         "`gated_delta_rule`, decode",
-        r"gated_delta_rule_kernel<bf16, 128, false>",
+        r"gated_delta_rule_kernel<bf16, 128, false, false>",
         measured=Measured("linear_attention", "fastinfer", r"gated_delta_rule.*each: 1$"),
     ),
     Row("`softcap`", r"softcap_kernel<bf16, 8>"),

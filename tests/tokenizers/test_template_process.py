@@ -104,12 +104,12 @@ def test_an_interrupted_call_leaves_no_answer_behind(process: TemplateProcess, m
 
 
 def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) -> None:
-    for _ in range(2):
+    """Nobody is told of limits that this request did not reach."""
+    for _ in range(3):
         assert process.render("a", {}) == ("text", "a")
         assert process._process is not None
         process._process.kill()
         process._process.wait()
-        assert process.render("a", {})[0] == "limit"
 
 
 def test_a_fork_has_its_own_process(process: TemplateProcess) -> None:

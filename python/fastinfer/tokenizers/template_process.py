@@ -83,7 +83,9 @@ class TemplateProcess:
             process.communicate()
 
     def _exchange(self, request: str) -> str:
-        """Send a request and return the answer; "" if the process has ended."""
+        """Send a request and return the answer; "" if the process ends before it answers."""
+        if self._process is not None and self._process.poll() is not None:  # killed since the last answer
+            self.close()
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
