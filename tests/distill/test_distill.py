@@ -20,7 +20,7 @@ from fastinfer.distill.objective import Objective
 from fastinfer.distill.recorder import record_bytes
 from fastinfer.distill.report import Report
 from fastinfer.distill.run import distill
-from fastinfer.distill.settings import Settings
+from fastinfer.distill.settings import TOP_K, Settings
 from fastinfer.distill.shards import Shards
 from fastinfer.distill.student import Student
 from fastinfer.distill.teacher import Teacher
@@ -141,7 +141,7 @@ def test_memory_is_what_a_training_allocates(folder: Path, teacher: Teacher) -> 
     [records] = teacher.record([list(range(60, 60 + LENGTH))])
     size = sum(records[name][0].nbytes for name in ("tokens", "log_probs", "tail"))
     assert record_bytes(records["tokens"].shape[1]) == size + 4  # with the token itself, int32
-    assert found["record_bytes"] == record_bytes(64)
+    assert found["record_bytes"] == record_bytes(TOP_K)
 
 
 def test_shards_are_read_again_but_not_those_of_another_run(folder: Path, teacher: Teacher, tmp_path: Path) -> None:

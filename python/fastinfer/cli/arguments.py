@@ -214,7 +214,7 @@ def add_distill(parser: argparse.ArgumentParser) -> None:
         "--top-k",
         type=count(1),
         metavar="K",
-        help=f"recorded tokens of each position; default: {TOP_K}, and all with the divergence rkl",
+        help=f"recorded tokens of each position; default: {TOP_K}, and all with the divergences rkl and lk",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; its records are used again")
     add_threads_option(parser)

@@ -8,9 +8,9 @@ from fastinfer.errors import RequestError
 LOSSES = ("logit", "hidden", "attention", "ce")
 DIVERGENCES = ("fkl", "rkl", "jsd", "lk")
 # Divergences that depend on where the student is wrong beyond the teacher's likeliest tokens. Of the cut SmolLM2, the
-# gradient of "rkl" from the 64 likeliest has a cosine of .974 with that from whole distributions, and of the others
-# .996 or more. So the teacher's last hidden states are recorded for it, from which its distributions follow (.99995).
-WHOLE = ("rkl",)
+# gradients of "rkl" and "lk" from the 64 likeliest have cosines of .97 to .98 with those from whole distributions, and
+# of the others .99 or more. So the teacher's last hidden states are recorded for them, from which these follow.
+WHOLE = ("rkl", "lk")
 TOP_K = 64
 SELF = "self"
 LAYERS = "layers:"
