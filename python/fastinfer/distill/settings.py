@@ -8,10 +8,11 @@ from fastinfer.errors import RequestError
 LOSSES = ("logit", "hidden", "attention", "ce")
 DIVERGENCES = ("fkl", "rkl", "jsd", "lk")
 # Divergences that depend on where the student is wrong beyond the teacher's likeliest tokens. Of the cut SmolLM2, the
-# gradients of "rkl" and "lk" from the 64 likeliest have cosines of .97 to .98 with those from whole distributions, and
-# of the others .99 or more. So the teacher's last hidden states are recorded for them, from which these follow.
+# gradients of "rkl" and "lk" from the 64 likeliest have cosines of .97 to .98 with those from whole distributions. So
+# the teacher's last hidden states are recorded for them, from which these follow.
 WHOLE = ("rkl", "lk")
-TOP_K = 64
+# For "fkl" that cosine was .988 on one text, and with 128 tokens .993.
+TOP_K = 128
 SELF = "self"
 LAYERS = "layers:"
 
