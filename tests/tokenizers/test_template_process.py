@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -70,7 +71,7 @@ def test_memory_of_the_calling_process_does_not_grow(process: TemplateProcess) -
 
 def test_the_error_is_the_request_s(monkeypatch: pytest.MonkeyPatch, process: TemplateProcess) -> None:
     monkeypatch.setattr(chat_template, "_process", process)
-    message = "failed on them: more than 1 s of processor time or 200 MiB"
+    message = "failed on them: more than 1 s of processor time, 60 s or 200 MiB"
     with pytest.raises(RequestError, match=message):
         chat_template.render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", HELLO)
 
@@ -110,6 +111,18 @@ def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) ->
         assert process._process is not None
         process._process.kill()
         process._process.wait()
+
+
+def test_a_process_that_is_stopped_ends() -> None:
+    process = TemplateProcess(waiting_seconds=1)
+    for text in ("a", "b" * 1_000_000):  # more than a pipe holds
+        assert process.render("{{ text }}", {"text": "c"}) == ("text", "c")
+        assert process._process is not None
+        process._process.send_signal(signal.SIGSTOP)
+        kind, message = process.render("{{ text }}", {"text": text})
+        assert kind == "limit"
+        assert "1 s or 512 MiB" in message
+    process.close()
 
 
 def test_a_fork_has_its_own_process(process: TemplateProcess) -> None:

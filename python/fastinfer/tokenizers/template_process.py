@@ -23,6 +23,7 @@ from fastinfer.utils.forks import renew_in_children
 
 MEMORY = 1 << 29  # bytes of address space; 30 MB are in use before the first template
 SECONDS = 4  # of processor time for one conversation
+WAITING_SECONDS = 60  # for an answer: a busy machine takes longer, and a process that is stopped never answers
 
 _PROGRAM = Path(__file__).parent / "template_worker.py"
 
@@ -35,11 +36,13 @@ class TemplateProcess:
     Args:
         memory: bytes of address space.
         seconds: processor time of a call; the kernel ends the process up to one second later.
+        waiting_seconds: time of a call, after which the process is ended.
     """
 
-    def __init__(self, memory: int = MEMORY, seconds: int = SECONDS) -> None:
+    def __init__(self, memory: int = MEMORY, seconds: int = SECONDS, waiting_seconds: float = WAITING_SECONDS) -> None:
         self._memory = memory
         self._seconds = seconds
+        self._waiting_seconds = waiting_seconds
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
         atexit.register(self.close)
@@ -71,7 +74,8 @@ class TemplateProcess:
                 raise
             if not line:
                 self.close()
-                return "limit", f"more than {self._seconds} s of processor time or {self._memory >> 20} MiB"
+                limits = f"{self._seconds} s of processor time, {self._waiting_seconds} s or {self._memory >> 20} MiB"
+                return "limit", f"more than {limits}"
         kind, text = json.loads(line)
         return kind, text
 
@@ -89,12 +93,16 @@ class TemplateProcess:
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
+        timer = threading.Timer(self._waiting_seconds, process.kill)
+        timer.start()
         try:
             process.stdin.write(request + "\n")
             process.stdin.flush()
+            return process.stdout.readline()
         except BrokenPipeError:
             return ""
-        return process.stdout.readline()
+        finally:
+            timer.cancel()
 
     def _start(self) -> "subprocess.Popen[str]":
         paths = {str(Path(module.__file__).parents[1]) for module in (jinja2, markupsafe) if module.__file__}
