@@ -330,13 +330,15 @@ def rate(text: str) -> float:
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return the argument type of names separated by commas, each of which must be known."""
+    """Return the argument type of different names separated by commas, each of which must be known."""
 
     def parse(text: str) -> list[str]:
         given = text.split(",")
         for name in given:
             if name not in known:
                 raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {show(name)}")
+        if len(set(given)) < len(given):
+            raise argparse.ArgumentTypeError(f"expected different names, got {show(text)}")
         return given
 
     return parse
