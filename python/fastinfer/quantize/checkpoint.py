@@ -132,7 +132,8 @@ def _dense_modules(config: ModelConfig, layer: int) -> list[str]:
     if config.has_indexer(layer):
         names += ["index_q_proj", "index_k_proj", "index_weights"]  # a small error could choose other tokens
     if config.has_state(layer) and isinstance(config.states, LinearAttentionConfig):
-        names += ["in_proj_a", "in_proj_a_up", "in_proj_b"]  # their errors add up over all tokens
+        names += ["in_proj_a", "in_proj_b"]  # their errors add up over all tokens
+        names += ["in_proj_a_up"] if config.states.decay_rank else []
     if config.has_experts(layer):
         names.append("router")  # a small error could choose other experts
         names += ["shared_expert_gate"] if config.shared_expert_gate else []
