@@ -2,9 +2,14 @@
 #pragma once
 
 #include "attention/key_codes.h"
+#include "common/cuda/quantize_row.h"
 #include "common/cuda/reduce.h"
 
 namespace fastinfer::cuda {
+
+struct KeyLevel {};
+template <>
+inline constexpr float kLargestQuantized<KeyLevel> = kLargestKeyLevel;
 
 // Replaces each run of a row in shared memory, which the warp has written, by its product with the Hadamard matrix,
 // without a factor. Sums are formed as on the CPU. All lanes of the warp call it.
@@ -22,16 +27,16 @@ __device__ inline void rotate_by_warp(float* row, int head_dim) {
   __syncwarp();
 }
 
-// The largest magnitude of a row, or a NaN if it has one.
-__device__ inline float largest_of_row(const float* row, int head_dim) {
-  int largest = 0;  // integers order magnitudes like numbers, and a NaN above all
+// The bits of the largest magnitude of a row.
+__device__ inline uint32_t largest_of_row(const float* row, int head_dim) {
+  uint32_t largest = 0;
   for (int i = static_cast<int>(threadIdx.x % kWarpSize); i < head_dim; i += kWarpSize) {
-    largest = max(largest, __float_as_int(row[i]) & 0x7fffffff);
+    largest = max(largest, magnitude_bits(row[i]));
   }
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     largest = max(largest, __shfl_xor_sync(kFullMask, largest, offset));
   }
-  return __int_as_float(largest);
+  return largest;
 }
 
 }  // namespace fastinfer::cuda

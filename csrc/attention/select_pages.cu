@@ -4,8 +4,8 @@
 //   the block that comes last: weights of the pages  ->  the least one that is chosen  ->  the chosen pages, in order
 //
 // A page's logit is the logarithm of the sum of its tokens' estimated exp(logit); a lane has a token, and neighbouring
-// lanes read neighbouring words. Neither it nor a page's weight depends on how the pages are divided, and counts of
-// integers are exact in any order, so results depend neither on the launch nor on timing.
+// lanes read neighbouring words. Neither this logit nor a page's weight depends on how the pages are divided, and
+// counts of integers are exact in any order, so results depend neither on the launch nor on timing.
 #include "attention/select_pages.h"
 
 #include <cfloat>
@@ -26,7 +26,6 @@ namespace {
 using Choice = SelectLargest<kSelectThreads, kSelectDigitBits>;
 
 constexpr int kHeadsAtOnce = 4;  // that share a token's codes
-constexpr float kLargestByte = 127.0f;
 
 // Selects the pages of one KV head of a token, by one block or by a part of them.
 class PageSelection {
@@ -102,13 +101,12 @@ class PageSelection {
     for (int head = warp(); head < group_; head += kSelectWarps) {
       for (int i = lane(); i < p_.head_dim; i += kWarpSize) row[i] = to_float(q[head * p_.head_dim + i]);
       rotate_by_warp(row, p_.head_dim);
-      const float largest = largest_of_row(row, p_.head_dim), reciprocal = kLargestByte / largest;
-      const bool is_finite = largest <= FLT_MAX, has_levels = is_finite && reciprocal <= FLT_MAX;
+      const RowScale scale = row_scale<int8_t>(largest_of_row(row, p_.head_dim));
       int sum = 0;
       for (int word = lane(); word < p_.head_dim / 4; word += kWarpSize) {
         uint32_t bytes = 0;
         for (int i = 0; i < 4; ++i) {
-          const int byte = has_levels ? __float2int_rn(row[word * 4 + i] * reciprocal) : 0;
+          const int byte = from_float<int8_t>(scale.apply(row[word * 4 + i]));
           bytes |= (static_cast<uint32_t>(byte) & 0xffu) << (8 * i);
           sum += byte;
         }
@@ -116,9 +114,8 @@ class PageSelection {
       }
       for (int offset = kWarpSize / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
       if (lane() == 0) {
-        const float scale = !is_finite ? NAN : has_levels ? largest / kLargestByte : 0.0f;
         queries()[head] = {static_cast<int>(2 * kLargestKeyLevel) * sum,
-                           p_.scale * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
+                           p_.scale * scale.scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
       }
       __syncwarp();  // before the next row is written
     }

@@ -3,7 +3,6 @@
 
 #include <cuda_fp8.h>
 
-#include <cfloat>
 #include <cmath>
 #include <cstring>
 
@@ -60,24 +59,19 @@ __global__ void __launch_bounds__(kThreads) store_key_codes_kernel(StoreKeyCodes
     for (int i = 0; i < kChannels; ++i) row[first + i] = key[i];
   }
   rotate_by_warp(row, p.head_dim);
-  // See store_key_codes_cpu.cpp for what has no levels.
-  const float largest = largest_of_row(row, p.head_dim), reciprocal = kLargestKeyLevel / largest;
-  const bool is_finite = largest <= FLT_MAX, has_levels = is_finite && reciprocal <= FLT_MAX;
+  const RowScale level = row_scale<KeyLevel>(largest_of_row(row, p.head_dim));
   uint32_t* const out = p.codes + (slot / p.block_size * p.heads + head) * key_code_words(p.head_dim) * p.block_size +
                         slot % p.block_size;
   const int words = p.head_dim / kChannels;
   for (int word = lane; word < words; word += kWarpSize) {
     uint32_t codes = 0;
     for (int i = 0; i < kChannels; ++i) {
-      const float level = has_levels ? row[word * kChannels + i] * reciprocal : 0.0f;
-      const auto code = static_cast<uint32_t>(level + (kLargestKeyLevel + 0.5f));
+      const auto code = static_cast<uint32_t>(level.apply(row[word * kChannels + i]) + (kLargestKeyLevel + 0.5f));
       codes |= code << (i % 4 * 8 + i / 4 * 4);
     }
     out[word * p.block_size] = codes;
   }
-  if (lane == 0) {
-    out[words * p.block_size] = __float_as_uint(!is_finite ? NAN : has_levels ? largest / kLargestKeyLevel : 0.0f);
-  }
+  if (lane == 0) out[words * p.block_size] = __float_as_uint(level.scale);
 }
 
 }  // namespace

@@ -1,6 +1,4 @@
 #include <bit>
-#include <cfloat>
-#include <cmath>
 
 #include "attention/key_codes_cpu.h"
 #include "attention/kv_tile_cpu.h"
@@ -25,15 +23,6 @@ void widen_key(const StoreKeyCodesParams& p, int64_t row, float* out) {
   std::fill(out + p.head_dim, out + rotated_columns(p.head_dim), 0.0f);
 }
 
-float largest_magnitude(const float* x, int columns) {
-  i32v magnitudes{};  // integers order them like numbers, and a NaN above all
-  for (int i = 0; i < columns; i += kLanes) {
-    const i32v magnitude = (i32v)load(x + i) & 0x7fffffff;
-    magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
-  }
-  return std::bit_cast<float>(reduce_max(magnitudes));
-}
-
 template <class C>
 void store_codes(const StoreKeyCodesParams& p, int64_t slot, int head) {
   const int columns = rotated_columns(p.head_dim), words = key_code_words(p.head_dim);
@@ -41,16 +30,12 @@ void store_codes(const StoreKeyCodesParams& p, int64_t slot, int head) {
   widen_key<C>(p, slot * p.heads + head, key);
   rotate(key, p.head_dim);
 
-  // A key of zeros, or of numbers so small that the scale's reciprocal is not finite, gets the scale 0; one with an
-  // infinity or a NaN gets the scale NaN, so that its page is read.
-  const float largest = largest_magnitude(key, columns), reciprocal = kLargestKeyLevel / largest;
-  const bool is_finite = largest <= FLT_MAX, has_levels = is_finite && reciprocal <= FLT_MAX;
-  const float scale = !is_finite ? NAN : has_levels ? largest / kLargestKeyLevel : 0.0f;
+  const RowScale level = row_scale(largest_magnitude(key, p.head_dim), kLargestKeyLevel);
   int8_t* const codes = scratch_array<int8_t>(1, columns);
   for (int i = 0; i < columns; i += kLanes) {
     // From 0.5 upwards, where conversion rounds down.
-    const f32v level = has_levels ? load(key + i) * reciprocal : f32v{};
-    store_bytes(codes + i, __builtin_convertvector(level + (kLargestKeyLevel + 0.5f), i32v));
+    const f32v v = level.inverse == 0.0f ? f32v{} : load(key + i) * level.inverse;
+    store_bytes(codes + i, __builtin_convertvector(v + (kLargestKeyLevel + 0.5f), i32v));
   }
   uint32_t* out = p.codes + (slot / p.block_size * p.heads + head) * words * p.block_size + slot % p.block_size;
   for (int i = 0; i < p.head_dim; i += kKeyCodesPerWord, out += p.block_size) {
@@ -58,7 +43,7 @@ void store_codes(const StoreKeyCodesParams& p, int64_t slot, int head) {
     std::memcpy(&eight, codes + i, sizeof eight);
     *out = static_cast<uint32_t>(eight) | static_cast<uint32_t>(eight >> 32) << 4;
   }
-  *out = std::bit_cast<uint32_t>(scale);
+  *out = std::bit_cast<uint32_t>(level.scale);
 }
 
 }  // namespace

@@ -43,10 +43,9 @@ FASTINFER_INLINE void store(E4m3* p, f32v v) {
   store_bytes(p, (i32v)(sign | (small & subnormal) | (~small & normal)));
 }
 
-// Returns the scale. A row of zeros, or of numbers so small (3e-36) that the scale's reciprocal is not finite, becomes
-// zeros with scale 0; one with an infinity or a NaN becomes zeros with scale NaN, so that it shows.
-template <class Q, class X>
-FASTINFER_INLINE float quantize_row(const X* x, int64_t count, Q* out) {
+// The largest magnitude of a row; a NaN if it has one.
+template <class X>
+FASTINFER_INLINE float largest_magnitude(const X* x, int64_t count) {
   // Magnitudes are compared as integers, which order them like numbers and a NaN above all.
   i32v magnitudes{};
   for_each_vector(count, [&](int64_t i, int64_t lanes) {
@@ -55,14 +54,34 @@ FASTINFER_INLINE float quantize_row(const X* x, int64_t count, Q* out) {
   });
   int32_t largest = 0;
   for (int i = 0; i < kLanes; ++i) largest = magnitudes[i] > largest ? magnitudes[i] : largest;
-  const float amax = std::bit_cast<float>(largest), inverse = Q::kLargest / amax;
-  if (!(amax > 0.0f && amax <= FLT_MAX && inverse <= FLT_MAX)) {
+  return std::bit_cast<float>(largest);
+}
+
+struct RowScale {
+  float scale;
+  float inverse;  // 0 where the row becomes zeros
+};
+
+// Of a row whose largest magnitude is `amax` and becomes `largest`. A row of zeros, or of numbers so small (3e-36) that
+// the scale's reciprocal is not finite, becomes zeros with scale 0; one with an infinity or a NaN becomes zeros with
+// scale NaN, so that it shows.
+FASTINFER_INLINE RowScale row_scale(float amax, float largest) {
+  const float inverse = largest / amax;
+  if (amax > 0.0f && amax <= FLT_MAX && inverse <= FLT_MAX) return {amax / largest, inverse};
+  return {amax <= FLT_MAX ? 0.0f : NAN, 0.0f};
+}
+
+// Returns the scale.
+template <class Q, class X>
+FASTINFER_INLINE float quantize_row(const X* x, int64_t count, Q* out) {
+  const RowScale row = row_scale(largest_magnitude(x, count), Q::kLargest);
+  if (row.inverse == 0.0f) {
     for_each_vector(count, [&](int64_t i, int64_t lanes) { store_lanes(out + i, f32v{}, lanes); });
-    return amax <= FLT_MAX ? 0.0f : NAN;
+  } else {
+    for_each_vector(
+        count, [&](int64_t i, int64_t lanes) { store_lanes(out + i, load_lanes(x + i, lanes) * row.inverse, lanes); });
   }
-  for_each_vector(count,
-                  [&](int64_t i, int64_t lanes) { store_lanes(out + i, load_lanes(x + i, lanes) * inverse, lanes); });
-  return amax / Q::kLargest;
+  return row.scale;
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

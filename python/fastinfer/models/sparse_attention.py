@@ -1,5 +1,6 @@
 """Sparse attention: which tokens and layers have it, and the memory that it takes."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -57,4 +58,4 @@ def key_codes_shape(shape: KVShape, block_size: int) -> tuple[int, ...]:
 
 def key_codes_bytes(shape: KVShape) -> int:
     """Return the size in bytes of the codes of one token."""
-    return shape.num_heads * (shape.head_dim // _CODES_PER_WORD + 1) * KEY_CODES_DTYPE.itemsize
+    return math.prod(key_codes_shape(shape, 1)) * KEY_CODES_DTYPE.itemsize
