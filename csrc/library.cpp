@@ -56,7 +56,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def("store_key_codes(Tensor(a!) codes, Tensor k_cache, Tensor? k_scale, Tensor slot_mapping) -> ()");
   m.def(
       "select_pages(Tensor q, Tensor codes, Tensor block_table, Tensor seq_lens, Tensor query_start, int block_size, "
-      "int num_pages, float scale) -> (Tensor, Tensor)");
+      "float share, int num_dense_pages, float scale, Tensor? row_start=None) -> (Tensor, Tensor)");
   m.def(
       "select_tokens(Tensor q, Tensor weights, Tensor keys, Tensor block_table, Tensor seq_lens, Tensor query_start, "
       "int top_k) -> (Tensor, Tensor)");

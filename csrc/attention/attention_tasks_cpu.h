@@ -35,8 +35,8 @@ struct AttentionPiece {
 };
 
 // A sequence's first queries, where it has more of them than positions: they see nothing.
-inline int blind_queries(const PagedAttentionParams& p, int seq) {
-  return std::max(0, p.query_start[seq + 1] - p.query_start[seq] - p.seq_lens[seq]);
+inline int blind_queries(const PagedAttentionParams& p, int seq, int kv_head) {
+  return std::max(0, p.query_start[seq + 1] - p.query_start[seq] - p.seq_lens[p.table_row(seq, kv_head)]);
 }
 
 // The queries of a sequence that this kernel computes, of prompts in bf16 or up to the first of a prompt.
@@ -60,7 +60,8 @@ class AttentionTasks {
   explicit AttentionTasks(const PagedAttentionParams& p) : p_(p), group_(p.q_heads / p.kv_heads) {
     int64_t tiles = 0, tokens = 0, work = 0;
     for (int seq = 0; seq < p.seqs; ++seq) {
-      const int64_t own = int64_t{p.kv_heads} * ceil_div(p.seq_lens[seq], kTile);
+      int64_t own = 0;
+      for (int head = 0; head < p.kv_heads; ++head) own += ceil_div(p.seq_lens[p.table_row(seq, head)], kTile);
       const Range queries = queries_of(p, seq);
       if (queries.first < queries.end) tiles += own;
       tokens += queries.end - queries.first;
@@ -126,13 +127,13 @@ class AttentionTasks {
   template <class Fn>
   void for_each_task(const Fn& fn) const {
     for (int seq = 0; seq < p_.seqs; ++seq) {
-      const int before = p_.seq_lens[seq] - (p_.query_start[seq + 1] - p_.query_start[seq]);
       const Range queries = queries_of(p_, seq);
-      const int first_query = std::max(queries.first, blind_queries(p_, seq));
-      for (int end = queries.end; end > first_query; end -= task_tokens_) {
-        const int begin = std::max(first_query, end - task_tokens_);
-        const int first = p_.first_visible(before + begin);
+      for (int end = queries.end; end > queries.first; end -= task_tokens_) {
         for (int head = 0; head < p_.kv_heads; ++head) {
+          const int before = p_.seq_lens[p_.table_row(seq, head)] - (p_.query_start[seq + 1] - p_.query_start[seq]);
+          const int begin = std::max({queries.first, end - task_tokens_, blind_queries(p_, seq, head)});
+          if (begin >= end) continue;
+          const int first = p_.first_visible(before + begin);
           fn(AttentionTask{{seq, head, begin, end}, first / kTile, ceil_div(before + end, kTile), 0, 1, 0});
         }
       }

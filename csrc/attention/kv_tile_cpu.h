@@ -58,7 +58,7 @@ template <class C>
 class KvPages {
  public:
   KvPages(const PagedAttentionParams& p, int seq, int kv_head)
-      : p_(p), row_(p.table_per_head ? int64_t{seq} * p.kv_heads + kv_head : seq), kv_head_(kv_head) {}
+      : p_(p), row_(p.table_row(seq, kv_head)), kv_head_(kv_head) {}
 
   // Finds positions first..end - 1 of the tile that begins at `tile`.
   void find(int tile, int first, int end, KvTile<C>& found) const {

@@ -77,13 +77,16 @@ void check_lengths(const Checks& check, const PagedAttentionParams& p, int64_t t
   check.require(p.query_start[0] == 0 && p.query_start[p.seqs] == tokens,
                 "query_start must run from 0 to the number of tokens, ", tokens, ", got ", p.query_start[0], " to ",
                 p.query_start[p.seqs]);
+  const int64_t capacity = p.max_blocks * p.block_size;
+  const int heads = p.table_per_head ? p.kv_heads : 1;
   for (int64_t seq = 0; seq < p.seqs; ++seq) {
     const int64_t queries = int64_t{p.query_start[seq + 1]} - p.query_start[seq];
     check.require(queries >= 0, "query_start must not decrease, got ", p.query_start[seq], " before ",
                   p.query_start[seq + 1]);
-    const int64_t capacity = p.max_blocks * p.block_size;
-    check.require(p.seq_lens[seq] >= 0 && p.seq_lens[seq] <= capacity, "seq_lens[", seq, "] must be in 0..", capacity,
-                  " (its blocks), got ", p.seq_lens[seq]);
+    for (int64_t i = seq * heads; i < (seq + 1) * heads; ++i) {
+      check.require(p.seq_lens[i] >= 0 && p.seq_lens[i] <= capacity, "seq_lens[", seq, "] must be in 0..", capacity,
+                    " (its blocks), got ", p.seq_lens[i]);
+    }
   }
 }
 
@@ -109,6 +112,7 @@ Tensor make_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_he
       .query_start = static_cast<const int32_t*>(query_start.data_ptr()),
       .plan = static_cast<int32_t*>(plan.data_ptr()),
       .seqs = seq_lens.size(0),
+      .table_per_head = seq_lens.dim() == 2,
       .q_heads = static_cast<int>(q_heads),
       .kv_heads = static_cast<int>(kv_heads),
       .head_dim = static_cast<int>(head_dim),
@@ -143,7 +147,11 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
     check.shape(block_table, "block_table", {kAny, kAny});
   }
   const int64_t seqs = block_table.size(0);
-  check.shape(seq_lens, "seq_lens", {seqs});
+  if (table_per_head) {
+    check.shape(seq_lens, "seq_lens", {seqs, kv_heads});
+  } else {
+    check.shape(seq_lens, "seq_lens", {seqs});
+  }
   check.shape(query_start, "query_start", {seqs + 1});
   check.require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q must have a multiple of k_cache's ",
                 kv_heads, " heads, got ", q_heads);
@@ -194,7 +202,7 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
   }
   check_cuda(check, q, params);
   if (tokens == 0) return out;
-  const auto launch = cuda::plan_paged_attention(seqs, head_dim, *gpu);
+  const auto launch = cuda::plan_paged_attention(seq_lens.numel(), head_dim, *gpu);
   if (plan) {
     check.shape(*plan, "plan", {launch.plan_ints});
     check.dtype(*plan, "plan", ScalarType::Int);
@@ -214,9 +222,12 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
 Tensor paged_attention_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_heads, int64_t kv_heads,
                             int64_t head_dim, int64_t window, bool chunked) {
   const Checks check("paged_attention_plan", seq_lens);
-  check.shape(seq_lens, "seq_lens", {kAny});
-  const int64_t seqs = seq_lens.size(0);
-  check.shape(query_start, "query_start", {seqs + 1});
+  if (seq_lens.dim() == 2) {
+    check.shape(seq_lens, "seq_lens", {kAny, kv_heads});
+  } else {
+    check.shape(seq_lens, "seq_lens", {kAny});
+  }
+  check.shape(query_start, "query_start", {seq_lens.size(0) + 1});
   check.dtype(seq_lens, "seq_lens", ScalarType::Int);
   check.dtype(query_start, "query_start", ScalarType::Int);
   check.contiguous(seq_lens, "seq_lens");
@@ -227,7 +238,7 @@ Tensor paged_attention_plan(const Tensor& seq_lens, const Tensor& query_start, i
   const cuda::Device* const gpu = gpu_of(seq_lens);
   if (gpu == nullptr) return new_tensor(seq_lens, {0});  // the CPU kernel plans as it goes
   return make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window, chunked,
-                   cuda::plan_paged_attention(seqs, head_dim, *gpu));
+                   cuda::plan_paged_attention(seq_lens.numel(), head_dim, *gpu));
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ struct PagedAttentionParams {
   const void* k_scale = nullptr;  // float [num_blocks, block_size, kv_heads] for int8 and fp8; Int4Scale
   const void* v_scale = nullptr;  // [num_blocks, block_size, kv_heads, groups] for int4; else null
   const int32_t* block_table;     // [seqs, max_blocks], or [seqs, kv_heads, max_blocks]
-  const int32_t* seq_lens;        // [seqs], the queries included
+  const int32_t* seq_lens;        // [seqs], the queries included; or [seqs, kv_heads]
   const int32_t* query_start;     // [seqs + 1]
   const float* sinks;             // [q_heads] or null
   float* lse;                     // [tokens, q_heads] or null
@@ -52,7 +52,7 @@ struct PagedAttentionParams {
   int32_t* plan = nullptr;
   float* workspace = nullptr;
   int blocks = 0;
-  // Each KV head has a block table of its own.
+  // Each KV head has a block table and lengths of its own.
   bool table_per_head = false;
   // CPU only: tokens from m on are left out, if there are any.
   int64_t m = std::numeric_limits<int64_t>::max();
@@ -61,6 +61,16 @@ struct PagedAttentionParams {
 
   FASTINFER_HOST_DEVICE int first_visible(int position) const {
     return fastinfer::first_visible(position, window, chunked);
+  }
+
+  // The row of the block table, and of the lengths, that a sequence has for a KV head.
+  FASTINFER_HOST_DEVICE int64_t table_row(int seq, int kv_head) const {
+    return table_per_head ? int64_t{seq} * kv_heads + kv_head : seq;
+  }
+
+  // Number of lengths.
+  FASTINFER_HOST_DEVICE int64_t lens() const {
+    return table_per_head ? seqs * kv_heads : seqs;
   }
 
   // Each row of the cache is a key, and its first elements are the value.

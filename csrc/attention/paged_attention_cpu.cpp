@@ -80,14 +80,18 @@ void run_piece(const PagedAttentionParams& p, const AttentionTasks& tasks, const
 
 void store_blind_queries(const PagedAttentionParams& p) {
   const int64_t row_bytes = p.value_dim * (p.dtype == DType::kFloat32 ? 4 : 2);
+  const int group = p.q_heads / p.kv_heads;
   for (int seq = 0; seq < p.seqs; ++seq) {
     const Range queries = queries_of(p, seq);
-    const int64_t row = int64_t{p.query_start[seq] + queries.first} * p.q_heads;
-    const int64_t rows = int64_t{std::min(queries.end, blind_queries(p, seq)) - queries.first} * p.q_heads;
-    if (rows <= 0) continue;
-    std::fill_n(static_cast<char*>(p.out) + row * row_bytes, rows * row_bytes, char{0});
-    for (int64_t r = 0; p.lse != nullptr && r < rows; ++r) {
-      p.lse[row + r] = p.sinks != nullptr ? p.sinks[r % p.q_heads] : kNegInf;
+    for (int kv_head = 0; kv_head < p.kv_heads; ++kv_head) {
+      const int end = std::min(queries.end, blind_queries(p, seq, kv_head));
+      for (int query = queries.first; query < end; ++query) {
+        const int64_t row = (int64_t{p.query_start[seq]} + query) * p.q_heads + kv_head * group;
+        std::fill_n(static_cast<char*>(p.out) + row * row_bytes, group * row_bytes, char{0});
+        for (int r = 0; p.lse != nullptr && r < group; ++r) {
+          p.lse[row + r] = p.sinks != nullptr ? p.sinks[kv_head * group + r] : kNegInf;
+        }
+      }
     }
   }
 }

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   grid_dependency_launch();
   WorkCursor cursor = WorkCursor::first(p);
   while (!cursor.ended()) {
-    const PlanView plan(p.plan, p.blocks, p.seqs);
+    const PlanView plan(p.plan, p.blocks, p.lens());
     const bool cuts = plan.header->units_per_block > 0;  // read again: registers are scarce below
     if (cuts && WorkItem(p, cursor.at, cursor.units).decodes()) {
       decode<T, kKind, kHeadDim>(p, cursor);

@@ -44,33 +44,33 @@ __device__ int64_t units_per_head(const QueryRows& queries, const PagedAttention
 __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttentionPlanParams p) {
   grid_dependency_wait();
   grid_dependency_launch();
-  const PlanView plan(p.plan, p.blocks, p.seqs);
-  const int group = p.q_heads / p.kv_heads;
+  const PlanView plan(p.plan, p.blocks, p.lens());
+  const int heads = p.table_per_head ? 1 : p.kv_heads;  // that share a length
   auto* const warp_sums = reinterpret_cast<int64_t*>(dynamic_shared());
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
 
-  // Writes `ends`: sums of count(rows of a sequence). Returns the last one.
+  // Writes `ends`: sums of count(the rows of a length). Returns the last one.
   const auto add_up = [&](const auto& count) {
     int64_t sum = 0;
-    for (int64_t first = 0; first < p.seqs; first += threads) {
-      const int seq = static_cast<int>(first) + thread;
-      const int64_t own = seq < p.seqs ? count(QueryRows(p.query_start, p.seq_lens, seq, group)) : 0;
+    for (int64_t first = 0; first < p.lens(); first += threads) {
+      const int64_t number = first + thread;
+      const int64_t own = number < p.lens() ? count(QueryRows::of_len(p, number)) : 0;
       const int64_t end = sum + inclusive_sum(own, warp_sums);
-      if (seq < p.seqs) plan.ends[seq] = end;
+      if (number < p.lens()) plan.ends[number] = end;
       __syncthreads();  // before warp_sums is used again
-      sum = plan.ends[min(first + threads, p.seqs) - 1];
+      sum = plan.ends[min(first + threads, p.lens()) - 1];
     }
     return sum;
   };
   const auto row_tiles_of = [&](const QueryRows& queries) {
-    return int64_t{p.kv_heads} * queries.row_tiles(row_tile(p.head_dim));
+    return int64_t{heads} * queries.row_tiles(row_tile(p.head_dim));
   };
   const int64_t row_tiles = add_up(row_tiles_of);
   int64_t longest = 0;   // of this thread's sequences, as `decodes`
   bool decodes = false;  // has rows for decode
   const int64_t units = add_up([&](const QueryRows& queries) {
     decodes |= queries.rows > 0 && queries.rows <= kDecodeRows;
-    return p.kv_heads * units_per_head(queries, p, longest);
+    return heads * units_per_head(queries, p, longest);
   });
   const int64_t per_block = max((units + p.blocks - 1) / p.blocks, kMinUnits);
   const int64_t rounds = (row_tiles + p.blocks - 1) / p.blocks;
@@ -85,20 +85,20 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
 
   // The position of a unit.
   const auto find = [&](int64_t unit) {
-    int64_t low = 0, high = p.seqs - 1;  // the first sequence that ends after it
+    int64_t low = 0, high = p.lens() - 1;  // the first that ends after it
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       plan.ends[middle] > unit ? high = middle : low = middle + 1;
     }
-    const QueryRows queries(p.query_start, p.seq_lens, static_cast<int>(low), group);
+    const QueryRows queries = QueryRows::of_len(p, low);
     const int64_t before = low > 0 ? plan.ends[low - 1] : 0;
-    const int64_t per_head = (plan.ends[low] - before) / p.kv_heads;
+    const int64_t per_head = (plan.ends[low] - before) / heads;
     int64_t rest = (unit - before) % per_head;
     int row_tile = 0, tiles = 0;
     const auto tiles_of = [&](int index) { return RowTile(queries, index, p.window, p.chunked, p.head_dim).kv_tiles; };
     for (; rest >= (tiles = tiles_of(row_tile)); ++row_tile) rest -= tiles;
-    return WorkPosition{static_cast<int32_t>(low), static_cast<int32_t>((unit - before) / per_head), row_tile,
-                        static_cast<int32_t>(rest)};
+    const auto head = static_cast<int>((unit - before) / per_head);
+    return place_of(p, static_cast<int>(low), head, row_tile, static_cast<int>(rest));
   };
   for (int block = thread; block < p.blocks; block += threads) {
     plan.arrived[block] = 0;

@@ -14,10 +14,11 @@
 namespace fastinfer {
 
 struct PagedAttentionPlanParams {
-  const int32_t* seq_lens;     // [seqs], the queries included
+  const int32_t* seq_lens;     // [seqs], the queries included; or [seqs, kv_heads]
   const int32_t* query_start;  // [seqs + 1]
   int32_t* plan;               // PagedAttentionPlan::plan_ints
   int64_t seqs;
+  bool table_per_head;  // each KV head has lengths of its own
   int q_heads;
   int kv_heads;
   int head_dim;
@@ -25,6 +26,11 @@ struct PagedAttentionPlanParams {
   bool chunked;
   int blocks;  // blocks of the attention kernel
   bool batch_invariant;
+
+  // Number of lengths.
+  FASTINFER_HOST_DEVICE int64_t lens() const {
+    return table_per_head ? seqs * kv_heads : seqs;
+  }
 };
 
 }  // namespace fastinfer
@@ -114,7 +120,8 @@ struct PagedAttentionPlan {
   LaunchConfig attention;  // any batch, however long: blocks without work end at once
 };
 
-inline PagedAttentionPlan plan_paged_attention(int64_t seqs, int64_t head_dim, const Device& device) {
+// Of so many lengths: of sequences, or of each one's KV heads.
+inline PagedAttentionPlan plan_paged_attention(int64_t lens, int64_t head_dim, const Device& device) {
   const bool known = std::find(std::begin(kHeadDims), std::end(kHeadDims), head_dim) != std::end(kHeadDims);
   if (!known && !has_latents(static_cast<int>(head_dim))) {
     throw std::runtime_error(
@@ -129,7 +136,7 @@ inline PagedAttentionPlan plan_paged_attention(int64_t seqs, int64_t head_dim, c
   const int64_t blocks = device.multiprocessors * static_cast<int64_t>(std::clamp<size_t>(fit, 1, 2));
   return {
       .kv_tile = kv_tile(columns),
-      .plan_ints = 4 + 4 * blocks + 2 * seqs + 2 * blocks,  // PlanView
+      .plan_ints = 4 + 4 * blocks + 2 * lens + 2 * blocks,  // PlanView
       .workspace_bytes = blocks * 2 * partial_floats(columns) * int64_t{sizeof(float)},
       .plan = kPlanLaunch,
       .attention = attention_launch(columns, blocks),

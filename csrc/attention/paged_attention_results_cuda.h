@@ -155,7 +155,7 @@ __device__ void write_results(const PagedAttentionParams& p, const WorkItem& ite
     return merge_own(store_final);
   }
   // Blocks first .. last have parts: the first one at its stretch's end, the others at their begin.
-  const PlanView plan(p.plan, p.blocks, p.seqs);
+  const PlanView plan(p.plan, p.blocks, p.lens());
   const int64_t per_block = plan.header->units_per_block,
                 begin = blockIdx.x * per_block + plan.counts[blockIdx.x] - left - item.at.kv_tile;
   const int first = static_cast<int>(begin / per_block);

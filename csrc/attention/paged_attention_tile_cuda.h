@@ -92,7 +92,7 @@ class TileLoader {
 
   __device__ void begin(const WorkItem& item) {
     head_ = item.at.head;
-    table_row_ = p_.table_per_head ? item.at.seq * p_.kv_heads + head_ : item.at.seq;
+    table_row_ = p_.table_row(item.at.seq, head_);
     kv_begin_ = item.rows.kv_begin, kv_end_ = item.rows.kv_end;
     tile_ = item.rows.first_kv_tile + item.at.kv_tile, end_ = tile_ + item.tiles;
     find_slot();

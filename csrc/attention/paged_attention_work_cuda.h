@@ -40,16 +40,16 @@ struct PlanHeader {
 
 // The plan tensor's parts.
 struct PlanView {
-  FASTINFER_HOST_DEVICE PlanView(int32_t* plan, int64_t blocks, int64_t seqs)
+  FASTINFER_HOST_DEVICE PlanView(int32_t* plan, int64_t blocks, int64_t lens)
       : header(reinterpret_cast<PlanHeader*>(plan)),
         starts(reinterpret_cast<WorkPosition*>(plan + 4)),
         ends(reinterpret_cast<int64_t*>(plan + 4 + 4 * blocks)),
-        arrived(reinterpret_cast<uint32_t*>(plan + 4 + 4 * blocks + 2 * seqs)),
-        counts(plan + 4 + 5 * blocks + 2 * seqs) {}
+        arrived(reinterpret_cast<uint32_t*>(plan + 4 + 4 * blocks + 2 * lens)),
+        counts(plan + 4 + 5 * blocks + 2 * lens) {}
 
   PlanHeader* header;
   WorkPosition* starts;  // [blocks]
-  int64_t* ends;         // [seqs]: units, or whole row tiles, up to and including the sequence
+  int64_t* ends;         // [lens]: units, or whole row tiles, up to and including what has the length
   uint32_t* arrived;     // [blocks]: partial results of the row tile that block b ends with; 0 between calls
   int32_t* counts;       // [blocks]: units of its stretch
 
@@ -62,13 +62,23 @@ struct PlanView {
   }
 };
 
-// A sequence's query rows; row r is head r % group of query r / group.
+// A sequence's query rows for a KV head; row r is head r % group of query r / group.
 struct QueryRows {
-  FASTINFER_HOST_DEVICE QueryRows(const int32_t* query_start, const int32_t* seq_lens, int seq, int group)
+  FASTINFER_HOST_DEVICE QueryRows(const int32_t* query_start, int seq, int len, int group)
       : group(group),
         first_query(query_start[seq]),
         rows((query_start[seq + 1] - first_query) * group),
-        first_position(seq_lens[seq] - (query_start[seq + 1] - first_query)) {}
+        first_position(len - (query_start[seq + 1] - first_query)) {}
+
+  // Those that have the length of this number, which for sequences are those of any KV head.
+  template <class Params>
+  FASTINFER_HOST_DEVICE static QueryRows of_len(const Params& p, int64_t number) {
+    const int64_t seq = p.table_per_head ? number / p.kv_heads : number;
+    return {p.query_start, static_cast<int>(seq), p.seq_lens[number], p.q_heads / p.kv_heads};
+  }
+  FASTINFER_HOST_DEVICE static QueryRows of_head(const PagedAttentionParams& p, int seq, int head) {
+    return {p.query_start, seq, p.seq_lens[p.table_row(seq, head)], p.q_heads / p.kv_heads};
+  }
 
   FASTINFER_HOST_DEVICE int row_tiles(int row_tile) const {
     return (rows + row_tile - 1) / row_tile;
@@ -79,6 +89,13 @@ struct QueryRows {
   int rows;
   int first_position;  // of the first query, in the sequence; negative queries see nothing
 };
+
+// A place among the work of the length of this number; `head` counts the KV heads that share the length.
+template <class Params>
+FASTINFER_HOST_DEVICE WorkPosition place_of(const Params& p, int number, int head, int row_tile, int kv_tile) {
+  if (!p.table_per_head) return {number, head, row_tile, kv_tile};
+  return {number / p.kv_heads, number % p.kv_heads, row_tile, kv_tile};
+}
 
 // A row tile, and the positions that at least one of its rows sees.
 struct RowTile {
@@ -102,7 +119,7 @@ struct RowTile {
 struct WorkItem {
   __device__ WorkItem(const PagedAttentionParams& p, const WorkPosition& at_, int units)
       : at(at_),
-        queries(p.query_start, p.seq_lens, at.seq, p.q_heads / p.kv_heads),
+        queries(QueryRows::of_head(p, at.seq, at.head)),
         rows(queries, at.row_tile, p.window, p.chunked, p.head_dim),
         tiles(min(rows.kv_tiles - at.kv_tile, units)) {}
 
@@ -129,7 +146,7 @@ struct WorkCursor {
   int units;  // of the stretch, from here on; of a whole row tile, enough
 
   __device__ static WorkCursor first(const PagedAttentionParams& p) {
-    const PlanView plan(p.plan, p.blocks, p.seqs);
+    const PlanView plan(p.plan, p.blocks, p.lens());
     if (plan.header->units_per_block == 0) return take(p);
     WorkCursor cursor{plan.starts[blockIdx.x], plan.counts[blockIdx.x]};
     cursor.settle(p);
@@ -137,7 +154,7 @@ struct WorkCursor {
   }
   // Onwards from a row tile of which so many KV tiles are done. All threads of the block must call it.
   __device__ void next(const PagedAttentionParams& p, int tiles) {
-    const bool cuts = PlanView(p.plan, p.blocks, p.seqs).header->units_per_block > 0;
+    const bool cuts = PlanView(p.plan, p.blocks, p.lens()).header->units_per_block > 0;
     cuts ? advance(p, tiles) : static_cast<void>(*this = take(p));
   }
   __device__ bool ended() const {
@@ -146,7 +163,7 @@ struct WorkCursor {
   // Onwards to the next row tile that exists.
   __device__ void settle(const PagedAttentionParams& p) {
     while (!ended() && at.seq < p.seqs) {
-      const QueryRows queries(p.query_start, p.seq_lens, at.seq, p.q_heads / p.kv_heads);
+      const QueryRows queries = QueryRows::of_head(p, at.seq, at.head);
       if (at.row_tile < queries.row_tiles(row_tile(p.head_dim))) return;
       at.row_tile = 0;
       at.head = queries.rows > 0 ? at.head + 1 : p.kv_heads;
@@ -164,7 +181,7 @@ struct WorkCursor {
  private:
   // The next row tile that no block has taken.
   __device__ static WorkCursor take(const PagedAttentionParams& p) {
-    const PlanView plan(p.plan, p.blocks, p.seqs);
+    const PlanView plan(p.plan, p.blocks, p.lens());
     const auto row_tiles = static_cast<uint32_t>(plan.header->row_tiles);
     if (threadIdx.x == 0) {
       const uint32_t number = add_acquire_release(plan.taken(), 1);
@@ -175,15 +192,15 @@ struct WorkCursor {
     __syncthreads();
     const auto number = static_cast<uint32_t>(plan.own()[blockIdx.x]);
     if (number >= row_tiles) return {{}, 0};
-    int low = 0, high = static_cast<int>(p.seqs) - 1;  // the first sequence that ends after it
+    int low = 0, high = static_cast<int>(p.lens()) - 1;  // the first that ends after it
     while (low < high) {
       const int middle = (low + high) / 2;
       plan.ends[middle] > number ? high = middle : low = middle + 1;
     }
-    const int place = static_cast<int>(number - (low > 0 ? plan.ends[low - 1] : 0)), from_last = place / p.kv_heads;
-    const QueryRows queries(p.query_start, p.seq_lens, low, p.q_heads / p.kv_heads);
-    const int last = queries.row_tiles(row_tile(p.head_dim)) - 1;
-    return {{low, place - from_last * p.kv_heads, last - from_last, 0}, INT32_MAX};
+    const int heads = p.table_per_head ? 1 : p.kv_heads;
+    const int place = static_cast<int>(number - (low > 0 ? plan.ends[low - 1] : 0)), from_last = place / heads;
+    const int last = QueryRows::of_len(p, low).row_tiles(row_tile(p.head_dim)) - 1;
+    return {place_of(p, low, place - from_last * heads, last - from_last, 0), INT32_MAX};
   }
 };
 

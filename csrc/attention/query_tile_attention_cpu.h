@@ -80,7 +80,7 @@ class QueryTileAttention {
     rows_ = rows;
     count_ = (rows.token_end - rows.token_begin) * group_;
     const int queries = p_.query_start[rows.seq + 1] - p_.query_start[rows.seq];
-    const int first_position = p_.seq_lens[rows.seq] - queries + rows.token_begin;
+    const int first_position = p_.seq_lens[p_.table_row(rows.seq, rows.kv_head)] - queries + rows.token_begin;
     for (int r = 0; r < count_; ++r) position_[r] = first_position + r / group_;
     kv_begin_ = p_.first_visible(first_position);
     kv_end_ = first_position + (rows.token_end - rows.token_begin);

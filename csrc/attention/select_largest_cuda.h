@@ -35,6 +35,12 @@ class SelectLargest {
   // The limit of the `rank` largest numbers, at most `count`.
   template <class Number>
   __device__ Limit find_limit(int count, int rank, const Number& number) const {
+    return find_limit(count, rank, number, [](uint32_t) { return 1; });
+  }
+
+  // The limit of the largest numbers whose amounts, amount(number) each, add up to at least `rank`, which all amounts do.
+  template <class Number, class Amount>
+  __device__ Limit find_limit(int count, int rank, const Number& number, const Amount& amount) const {
     Limit limit{0, rank};
     for (int end = 32; end > 0;) {
       const int shift = max(end - kDigitBits, 0);
@@ -49,7 +55,7 @@ class SelectLargest {
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           const bool same = end == 32 || (own[j] ^ limit.number) >> end == 0;
-          if (same && first + j * kThreads < count) atomicAdd(counts_ + place(own[j] >> shift & mask), 1);
+          if (same && first + j * kThreads < count) atomicAdd(counts_ + place(own[j] >> shift & mask), amount(own[j]));
         }
       }
       __syncthreads();
@@ -62,9 +68,9 @@ class SelectLargest {
     return limit;
   }
 
-  // Calls put(place, i) for each selected number i; places count from 0 in ascending order of i.
+  // Calls put(place, i) for each selected number i; places count from 0 in ascending order of i. Returns their number.
   template <class Number, class Put>
-  __device__ void for_each_selected(int count, const Limit& limit, const Number& number, const Put& put) const {
+  __device__ int for_each_selected(int count, const Limit& limit, const Number& number, const Put& put) const {
     // A warp has numbers of its own, one behind the other, so that it waits for the others only once.
     const int share = (count + kThreads - 1) / kThreads * kWarpSize;
     const int begin = min(warp() * share, count), end = min(begin + share, count);
@@ -76,6 +82,8 @@ class SelectLargest {
     larger = sum(larger), equal = sum(equal);
     if (lane() == 0) larger_of_[warp()] = larger, equal_of_[warp()] = equal;
     __syncthreads();
+    const int all_larger = sum(lane() < kWarps ? larger_of_[lane()] : 0);
+    const int all_equal = sum(lane() < kWarps ? equal_of_[lane()] : 0);
     larger = sum(lane() < warp() ? larger_of_[lane()] : 0);
     equal = sum(lane() < warp() ? equal_of_[lane()] : 0);
     for_each_round(begin, end, number, [&](int i, bool is_own, uint32_t own) {
@@ -88,6 +96,7 @@ class SelectLargest {
       }
       larger += __popc(larger_lanes), equal += __popc(equal_lanes);
     });
+    return all_larger + min(all_equal, limit.equal);
   }
 
  private:

@@ -3,12 +3,15 @@
 //   each block, for a part of the pages: their logits for each query head of the group  ->  workspace
 //   the block that comes last: weights of the pages  ->  the least one that is chosen  ->  the chosen pages, in order
 //
+// Weights are integers that add up to about kSumOfWeights, and the largest are chosen until they have the wanted share.
+//
 // A page's logit is the logarithm of the sum of its tokens' estimated exp(logit); a lane has a token, and neighbouring
 // lanes read neighbouring words. Neither this logit nor a page's weight depends on how the pages are divided, and
 // counts of integers are exact in any order, so results depend neither on the launch nor on timing.
 #include "attention/select_pages.h"
 
 #include <cfloat>
+#include <climits>
 
 #include "attention/key_codes_cuda.h"
 #include "attention/seen_positions_cuda.h"
@@ -25,15 +28,17 @@ namespace {
 // Of weights' bits, which are in the order of the weights, as these are not negative.
 using Choice = SelectLargest<kSelectThreads, kSelectDigitBits>;
 
-constexpr int kHeadsAtOnce = 4;  // that share a token's codes
+constexpr int kHeadsAtOnce = 4;              // that share a token's codes
+constexpr uint32_t kAlways = UINT32_MAX;  // in the place of the weight of a page that is read in any case
 
 // Selects the pages of one KV head of a token, by one block or by a part of them.
 class PageSelection {
  public:
-  __device__ PageSelection(const SelectPagesParams& p, const int32_t* blocks, int count)
+  __device__ PageSelection(const SelectPagesParams& p, const SeenPositions& seen, int count)
       : p_(p),
-        blocks_(blocks + kFirstPages),
-        count_(count - kFirstPages - kLastPages),
+        blocks_(seen.blocks),
+        positions_(seen.count),
+        count_(count),
         group_(p.q_heads / p.kv_heads),
         head_(static_cast<int>(blockIdx.x % p.kv_heads)),
         logits_(p.workspace + static_cast<int64_t>(blockIdx.x) * group_ * p.max_blocks),
@@ -58,16 +63,15 @@ class PageSelection {
     return last_to_arrive(p_.arrived + blockIdx.x, parts);
   }
 
-  // Writes `width` pages.
-  __device__ void choose(int32_t* out) const {
-    const int chosen = p_.width - kFirstPages - kLastPages;
-    weigh();
-    if (threadIdx.x == 0) out[0] = blocks_[-kFirstPages];
-    if (threadIdx.x < kLastPages) out[kFirstPages + chosen + threadIdx.x] = blocks_[count_ + threadIdx.x];
+  // Writes the chosen pages, and returns their number.
+  __device__ int choose(int32_t* out) const {
     const Choice choice(reinterpret_cast<int*>(scratch_));
-    const auto weight = [&](int page) { return __float_as_uint(logits_[page]); };
-    const auto put = [&](int place, int page) { out[kFirstPages + place] = blocks_[page]; };
-    choice.for_each_selected(count_, choice.find_limit(count_, chosen, weight), weight, put);
+    const auto number = [&](int page) { return __float_as_uint(logits_[page]); };
+    const auto amount = [](uint32_t own) { return own == kAlways ? 0 : static_cast<int>(own); };
+    const int wanted = weigh();
+    typename Choice::Limit limit{kAlways - 1, 0};
+    if (wanted > 0) limit = {choice.find_limit(count_, wanted, number, amount).number, INT_MAX};
+    return choice.for_each_selected(count_, limit, number, [&](int place, int page) { out[place] = blocks_[page]; });
   }
 
  private:
@@ -131,7 +135,8 @@ class PageSelection {
     if (page < count_) {
       const uint32_t* const codes =
           p_.codes + (int64_t{blocks_[page]} * p_.kv_heads + head_) * (words + 1) * p_.block_size;
-      for (int token = rank; token < p_.block_size; token += p_.plan.lanes) {
+      const int tokens = min(p_.block_size, positions_ - page * p_.block_size);
+      for (int token = rank; token < tokens; token += p_.plan.lanes) {
         int products[kHeads] = {};
         const int* const bytes = query_bytes() + head * (p_.head_dim / 4);
 #pragma unroll 8
@@ -171,9 +176,10 @@ class PageSelection {
     largest = top;
   }
 
-  // Replaces the first head's logits by the weights: the sum over the heads of the softmax of their logits. The weight
-  // of a page with an infinity or a NaN is infinite, and counts for no other. A thread has the same pages throughout.
-  __device__ void weigh() const {
+  // Replaces the first head's logits by the weights: the sum over the heads of the softmax of their logits. A page with
+  // an infinity or a NaN is read in any case, and counts for no other. A thread has the same pages throughout. Returns
+  // the weight that is to be chosen beside the pages that are read in any case.
+  __device__ int weigh() const {
     for (int head = 0; head < group_; ++head) {
       float largest = -FLT_MAX, sum = 0.0f;
       for_each_page([&](int page) {
@@ -190,14 +196,33 @@ class PageSelection {
       if (threadIdx.x == 0) softmax_[2 * head] = largest, softmax_[2 * head + 1] = 1.0f / fmaxf(sum, FLT_MIN);
       __syncthreads();
     }
+    const float unit = kSumOfWeights / static_cast<float>(group_);
+    int sum = 0, present = 0;
     for_each_page([&](int page) {
       float weight = 0.0f;
       for (int head = 0; head < group_; ++head) {
         const float v = __ldcg(logits_of(head) + page);
         weight += (v < INFINITY ? expf(v - softmax_[2 * head]) : INFINITY) * softmax_[2 * head + 1];
       }
-      logits_[page] = weight;
+      const int own = weight < INFINITY ? static_cast<int>(weight * unit) : 0;
+      const bool always = page < kFirstPages || page >= count_ - kLastPages;
+      sum += own, present += always ? own : 0;
+      logits_[page] = __uint_as_float(always || !(weight < INFINITY) ? kAlways : static_cast<uint32_t>(own));
     });
+    sum = block_total(sum), present = block_total(present);
+    return static_cast<int>(wanted_weight(sum, p_.share) - present);
+  }
+
+  // The sum over the block's threads, returned to all of them.
+  __device__ int block_total(int value) const {
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullMask, value, offset);
+    auto* const totals = reinterpret_cast<int*>(numbers_);
+    __syncthreads();  // before numbers_ is used again
+    if (lane() == 0) totals[warp()] = value;
+    __syncthreads();
+    value = 0;
+    for (int i = 0; i < kSelectWarps; ++i) value += totals[i];
+    return value;
   }
 
   __device__ float block_max(float value) const {
@@ -213,8 +238,8 @@ class PageSelection {
   }
 
   const SelectPagesParams& p_;
-  const int32_t* blocks_;  // without the first page
-  int count_;              // without the first page and the last ones
+  const int32_t* blocks_;
+  int positions_, count_;  // that the token sees, and their pages
   int group_, head_;
   float* logits_;  // [group][max_blocks]
   float *scratch_, *numbers_, *softmax_;
@@ -227,18 +252,18 @@ __global__ void __launch_bounds__(kSelectThreads, kSelectBlocks)
   grid_dependency_launch();
   const int64_t token = blockIdx.x / p.kv_heads;
   const SeenPositions seen(p, token);
-  const int seen_pages = (seen.count + p.block_size - 1) / p.block_size;
-  int32_t* const out = p.pages + static_cast<int64_t>(blockIdx.x) * p.width;
-  const int pages = min(seen_pages, p.width);
-  if (blockIdx.x % p.kv_heads == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
-    p.lens[token] = seen.count - (seen_pages - pages) * p.block_size;
-  }
-  if (seen_pages > p.width) {
-    const PageSelection selection(p, seen.blocks, seen_pages);
-    if (selection.estimate<T>()) selection.choose(out);
-  } else if (blockIdx.y == 0) {
+  const int pages = (seen.count + p.block_size - 1) / p.block_size;
+  int32_t* const out = p.pages + blockIdx.x * p.max_blocks;
+  int chosen = pages;
+  if (p.reads_all(pages)) {
+    if (blockIdx.y > 0) return;
     for (int i = static_cast<int>(threadIdx.x); i < pages; i += kSelectThreads) out[i] = seen.blocks[i];
+  } else {
+    const PageSelection selection(p, seen, pages);
+    if (!selection.estimate<T>()) return;
+    chosen = selection.choose(out);
   }
+  if (threadIdx.x == 0) p.lens[blockIdx.x] = seen.count - (pages - chosen) * p.block_size;
 }
 
 }  // namespace

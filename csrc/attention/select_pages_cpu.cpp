@@ -1,8 +1,9 @@
 // The lanes of a vector are the tokens of a page: a word of each token is eight codes, whose products with eight
 // elements of the rounded query are integers, exact in any order.
 //
-// The query heads that share a KV head read the same pages, and their logits differ in size. So each head's estimates
-// become probabilities of the tokens, and a page's weight is their sum over its tokens and the heads.
+// The tokens of a row and the query heads that share a KV head read the same pages, and their logits differ in size. So
+// each head's estimates become probabilities of the tokens, and a page's weight is their sum over its tokens, the heads
+// and the row's tokens.
 #include "attention/select_pages.h"
 
 #include <algorithm>
@@ -27,11 +28,6 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kHeadsAtOnce = 4;       // that share a page's unpacked codes
 constexpr int kPagesAtOnce = 4;       // whose weights are summed together
 constexpr int kBytesAhead = 1 << 12;  // that are prefetched
-
-// Pages in descending order of their weights, which are not negative, and of two equal weights the earlier page first.
-uint64_t sort_key(float weight, int page) {
-  return static_cast<uint64_t>(~std::bit_cast<uint32_t>(weight)) << 32 | static_cast<uint32_t>(page);
-}
 
 // Adds the products of four codes of each lane with the four bytes at x.
 FASTINFER_INLINE i32v add_products(i32v sum, u8v codes, const int8_t* x) {
@@ -61,24 +57,26 @@ class PageSelection {
     sums_ = weights_ + pages;
     row_ = sums_ + pages;
     queries_ = scratch_array<Query>(2, group_);
-    keys_ = scratch_array<uint64_t>(3, p.max_blocks);
+    numbers_ = scratch_array<int32_t>(3, p.max_blocks + kLanes);
   }
 
-  // Writes `width` of the first `pages` blocks of a row of the block table.
-  void choose(int64_t token, const int32_t* blocks, int pages, int32_t* out) {
-    dispatch(p_.dtype, [&]<class T>(T) { load_queries<T>(token); });
-    const int end = pages - kLastPages, n = end - kFirstPages, count = p_.width - kFirstPages - kLastPages;
-    estimate(blocks + kFirstPages, n);
-    std::fill_n(weights_, n, 0.0f);
-    for (int r = 0; r < group_; ++r) add_weights(logits_ + r * stride_, n);
-    for (int i = 0; i < n; ++i) keys_[i] = sort_key(weights_[i], kFirstPages + i);
-    std::nth_element(keys_, keys_ + count - 1, keys_ + n);
-    const uint64_t last = keys_[count - 1];
-    *out++ = blocks[0];
-    for (int i = 0; i < n; ++i) {
-      if (sort_key(weights_[i], kFirstPages + i) <= last) *out++ = blocks[kFirstPages + i];
+  // Writes the chosen ones of the `pages` first blocks of a row of the block table, for the tokens begin..end - 1, of
+  // which the last one has this position. Returns their number.
+  int choose(int64_t begin, int64_t end, int position, const int32_t* blocks, int pages, int32_t* out) {
+    std::fill_n(weights_, pages, 0.0f);
+    int rows = 0;
+    for (int64_t token = end - 1; token >= begin; token -= kQueryStride, position -= kQueryStride, rows += group_) {
+      dispatch(p_.dtype, [&]<class T>(T) { load_queries<T>(token); });
+      estimate(blocks, pages);
+      hide(position + 1, pages);
+      for (int r = 0; r < group_; ++r) add_weights(logits_ + r * stride_, pages);
     }
-    std::copy_n(blocks + end, kLastPages, out);
+    const int limit = find_limit(pages, kSumOfWeights / static_cast<float>(rows));
+    const int32_t* const first = out;
+    for (int page = 0; page < pages; ++page) {
+      if (is_always_read(page, pages) || weights_[page] == kInfinity || numbers_[page] >= limit) *out++ = blocks[page];
+    }
+    return static_cast<int>(out - first);
   }
 
  private:
@@ -86,6 +84,50 @@ class PageSelection {
     int32_t offset;  // taken from twice the sum of products with codes, of which each stands for 7.5 less
     float factor;    // of logits to the base 2
   };
+
+  static bool is_always_read(int page, int pages) {
+    return page < kFirstPages || page >= pages - kLastPages;
+  }
+
+  // The largest number from which on pages have the wanted weight, together with those that are read in any case.
+  int find_limit(int pages, float unit) {
+    int64_t sum = 0, present = 0;
+    for (int page = 0; page < pages; ++page) {
+      const int number = weights_[page] < kInfinity ? static_cast<int>(weights_[page] * unit) : 0;
+      sum += number;
+      present += is_always_read(page, pages) ? number : 0;
+      numbers_[page] = is_always_read(page, pages) ? 0 : number;
+    }
+    std::fill_n(numbers_ + pages, kLanes, 0);
+    const int64_t wanted = wanted_weight(sum, p_.share) - present;
+    if (wanted <= 0) return std::numeric_limits<int>::max();
+    int limit = 0;
+    for (int bit = 1 << 30; bit > 0; bit /= 2) {
+      if (sum_from(limit + bit, pages) >= wanted) limit += bit;
+    }
+    return std::max(limit, 1);
+  }
+
+  // The sum of the numbers that are at least `limit`.
+  int sum_from(int limit, int pages) const {
+    i32v sum{};
+    for (int page = 0; page < pages; page += kLanes) {
+      const i32v own = load_as<i32v>(numbers_ + page);
+      sum += own >= limit ? own : i32v{};
+    }
+    int total = 0;
+    for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+    return total;
+  }
+
+  // Hides the positions from `first` on, which lie in the last pages.
+  void hide(int first, int pages) const {
+    for (int position = first; position < pages * p_.block_size; ++position) {
+      const int64_t place = halves_ ? position
+                                    : int64_t{position / p_.block_size} * vectors_ * kLanes + position % p_.block_size;
+      for (int r = 0; r < group_; ++r) logits_[r * stride_ + place] = -kInfinity;
+    }
+  }
 
   template <class T>
   void load_queries(int64_t token) {
@@ -263,28 +305,35 @@ class PageSelection {
   Int8* q_;
   float *logits_, *weights_, *sums_, *row_;
   Query* queries_;
-  uint64_t* keys_;
+  int32_t* numbers_;  // weights as integers; 0 for pages that are read in any case
 };
 
-void select_of_head(const SelectPagesParams& p, int64_t token, int head) {
+void select_of_head(const SelectPagesParams& p, int64_t row, int head) {
+  const int64_t begin = p.row_start != nullptr ? p.row_start[row] : row;
+  const int64_t end = p.row_start != nullptr ? p.row_start[row + 1] : row + 1;
+  int32_t& len = p.lens[row * p.kv_heads + head];
+  len = 0;
+  if (begin == end) return;
   const int seq =
-      static_cast<int>(std::upper_bound(p.query_start, p.query_start + p.seqs + 1, token) - p.query_start) - 1;
-  const int position = p.seq_lens[seq] - p.query_start[seq + 1] + static_cast<int>(token);
-  const int pages = position < 0 ? 0 : position / p.block_size + 1;
+      static_cast<int>(std::upper_bound(p.query_start, p.query_start + p.seqs + 1, begin) - p.query_start) - 1;
+  const int position = p.seq_lens[seq] - p.query_start[seq + 1] + static_cast<int>(end) - 1;
+  if (position < 0) return;
+  const int pages = position / p.block_size + 1;
   const int32_t* const blocks = p.block_table + seq * p.max_blocks;
-  int32_t* const out = p.pages + (token * p.kv_heads + head) * p.width;
-  if (pages <= p.width) {
+  int32_t* const out = p.pages + (row * p.kv_heads + head) * p.max_blocks;
+  int chosen = pages;
+  if (p.reads_all(pages)) {
     std::copy_n(blocks, pages, out);
   } else {
-    PageSelection(p, head).choose(token, blocks, pages, out);
+    chosen = PageSelection(p, head).choose(begin, end, position, blocks, pages, out);
   }
-  if (head == 0) p.lens[token] = std::max(0, position + 1 - std::max(0, pages - p.width) * p.block_size);
+  len = position + 1 - (pages - chosen) * p.block_size;
 }
 
 }  // namespace
 
 void select_pages(const SelectPagesParams& p) {
-  parallel_for(p.tokens * p.kv_heads, [&](int64_t begin, int64_t end) {
+  parallel_for(p.rows * p.kv_heads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) select_of_head(p, i / p.kv_heads, static_cast<int>(i % p.kv_heads));
   });
 }

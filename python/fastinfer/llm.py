@@ -150,7 +150,7 @@ class LLM:
         num_speculative_tokens: int = 0,
         draft_model: str | None = None,
         mmproj: str | None = None,
-        sparse_attention: int | None = None,
+        sparse_attention: float | None = None,
         max_loras: int = 0,
         max_cpu_loras: int | None = None,
         max_lora_rank: int = 64,

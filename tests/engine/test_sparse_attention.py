@@ -1,4 +1,4 @@
-"""Sparse attention in the engine: a text follows from its request alone, and with room for all pages it is dense."""
+"""Sparse attention in the engine: a text follows from its request alone, and with all pages it is dense."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +11,10 @@ from support import mixed_decoder
 from support.kv_files import wait_for_files
 from support.random_checkpoint import RandomCheckpoint, int4
 from support.toy import ToyTokenizer
-from support.ways import PARAMS, answers, preempted, twice, with_drafts
+from support.ways import PARAMS, PROMPTS, answers, preempted, twice, with_drafts
 
 from fastinfer import ops
+from fastinfer.engine import batch_inputs
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import kv_cache_size
 from fastinfer.engine.engine import Engine
@@ -22,7 +23,7 @@ from fastinfer.models.config import KVShape, LatentAttentionConfig, ModelConfig,
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.loader import load_decoder
 
-BLOCK_SIZE, BUDGET = 4, 16
+BLOCK_SIZE, SHARE = 4, 0.8
 LIMITS: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_blocks": 128, "max_num_seqs": 8}
 # A layer with a window, two with full attention, and one that shares the keys of such a layer.
 MIXED = {"num_layers": 6, "windows": (0, 0, 8, 0, 0, 0), "kv_layers": (0, 1, 2, 3, 4, 4), "attention_softcap": 5.0}
@@ -31,6 +32,11 @@ MIXED = {"num_layers": 6, "windows": (0, 0, 8, 0, 0, 0), "kv_layers": (0, 1, 2, 
 def make_decoder(**changes: Any) -> Decoder:
     config: ModelConfig = replace(mixed_decoder.CONFIG, **changes)
     return load_decoder(RandomCheckpoint(config, lambda _, values: int4(values)), Precision.of("auto"), None)
+
+
+@pytest.fixture(autouse=True)
+def sparse_from_the_fourth_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_inputs, "DENSE_TOKENS", 3 * BLOCK_SIZE)
 
 
 def make_draft() -> Decoder:
@@ -45,7 +51,7 @@ def decoder() -> Decoder:
 
 
 def engine_of(decoder: Decoder, **limits: Any) -> Engine:
-    limits = {**LIMITS, "max_num_batched_tokens": 96, "deterministic": True, "sparse_attention": BUDGET, **limits}
+    limits = {**LIMITS, "max_num_batched_tokens": 96, "deterministic": True, "sparse_attention": SHARE, **limits}
     draft = {"draft_model": make_draft()} if limits.get("num_speculative_tokens") == 3 else {}
     engine = Engine(decoder, ToyTokenizer(), EngineConfig(**limits), fingerprint="sparse", **draft)  # type: ignore[arg-type]
     for tensor in (tensor for cache in engine.worker.kv_cache for tensor in cache.tensors):
@@ -66,7 +72,7 @@ def with_wrong_drafts(engine: Engine) -> list[Any]:
 
 WAYS: dict[str, Callable[[Decoder], list[Any]]] = {
     "batched": lambda decoder: answers(engine_of(decoder)),
-    "chunked": lambda decoder: answers(engine_of(decoder, max_num_batched_tokens=19)),
+    "chunked": lambda decoder: answers(engine_of(decoder, max_num_batched_tokens=35)),
     "prefix hits": lambda decoder: twice(engine_of(decoder)),
     "preempted": lambda decoder: preempted(engine_of(decoder, num_kv_blocks=24, max_model_len=88)),
     "n-grams": lambda decoder: with_drafts(engine_of(decoder, num_speculative_tokens=5)),
@@ -85,16 +91,32 @@ def test_a_text_follows_from_its_request_alone(decoder: Decoder) -> None:
         assert way(decoder) == expected, name
 
 
-def test_a_budget_for_all_pages_is_dense_bit_by_bit(decoder: Decoder) -> None:
-    assert answers(engine_of(decoder, sparse_attention=96)) == alone(decoder, sparse_attention=None)
+def test_all_pages_are_dense_bit_by_bit(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = alone(decoder, sparse_attention=None)
+    assert answers(engine_of(decoder, sparse_attention=1.0)) == dense
+    monkeypatch.setattr(batch_inputs, "DENSE_TOKENS", 96)
+    assert answers(engine_of(decoder)) == dense
 
 
-@pytest.mark.parametrize("tokens", [16, 17, 19, 20])
-def test_a_budget_has_room_for_its_tokens(tokens: int) -> None:
-    """So contexts of no more tokens are dense, also if the budget ends within a block."""
-    pages = EngineConfig(**LIMITS, sparse_attention=tokens).sparse_pages
-    assert pages is not None
-    assert tokens <= pages * BLOCK_SIZE < tokens + BLOCK_SIZE
+def test_prompts_choose_pages(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles end with blocks, and of a step with generated tokens these are rows of their own."""
+    rows: list[list[int]] = []
+
+    def select_pages(q: torch.Tensor, *, row_start: torch.Tensor | None = None, **options: Any) -> Any:
+        if row_start is not None:
+            rows.append(row_start.tolist())
+        return select(q, row_start=row_start, **options)
+
+    select = ops.select_pages
+    monkeypatch.setattr(ops, "select_pages", select_pages)
+    engine = engine_of(decoder, max_num_batched_tokens=40, enforce_eager=True)
+    engine.add_request(PROMPTS[3], PARAMS)
+    engine.step()
+    assert rows == [[0, 4, 8, 12, 13]] * 2  # in two layers: the third has no keys of its own
+    rows.clear()
+    engine.add_request(PROMPTS[2], PARAMS)
+    engine.step()
+    assert rows[0] == [0, 1, *range(5, 38, 4), 37, 37]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8])
@@ -125,25 +147,27 @@ def test_only_later_layers_with_full_attention_and_keys_of_their_own_have_codes(
 
 def test_memory(decoder: Decoder) -> None:
     """The cache has the size that was chosen for it."""
-    config = EngineConfig(**LIMITS, sparse_attention=BUDGET)
+    config = EngineConfig(**LIMITS, sparse_attention=SHARE)
     size = kv_cache_size(config, [decoder.config])
     layers = {id(layer): layer for layer in engine_of(decoder).worker.kv_cache}.values()
     assert size.num_bytes == sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
 
 
-def test_a_step_reads_no_more_than_the_budget(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
+def test_rows_read_a_part(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch.Tensor] = []
 
-    def select_pages(*args: Any) -> Any:
-        pages, lens = select(*args)
-        assert pages.shape[2] == BUDGET // BLOCK_SIZE
-        lengths.extend(lens.tolist())
+    def select_pages(*args: Any, **options: Any) -> Any:
+        pages, lens = select(*args, **options)
+        found.append(lens.flatten())
         return pages, lens
 
     select = ops.select_pages
     monkeypatch.setattr(ops, "select_pages", select_pages)
     alone(decoder)
-    assert max(lengths) == BUDGET
+    sparse = torch.cat(found).sum()
+    found.clear()
+    alone(decoder, sparse_attention=1.0)
+    assert 0.3 < sparse / torch.cat(found).sum() < 0.95
 
 
 LATENT = {
@@ -157,7 +181,13 @@ LATENT = {
 @pytest.mark.parametrize(
     ("changes", "limits", "message"),
     [
-        ({}, {"sparse_attention": 15}, "sparse_attention must be an integer in 16.."),
+        ({}, {"sparse_attention": 0.0}, r"sparse_attention must be a number in \(0.0, 1.0\], got 0.0"),
+        ({}, {"sparse_attention": 16}, r"sparse_attention must be a number in \(0.0, 1.0\], got 16"),
+        (
+            {},
+            {"max_num_batched_tokens": 31},
+            "max_num_batched_tokens must be at least 32, 8 blocks, with sparse_attention, got 31",
+        ),
         ({}, {"tensor_parallel_size": 3}, "sparse_attention needs a KV head for each rank, got 2 for 3 ranks"),
         ({"windows": (0, 0, 8)}, {}, "sparse_attention needs layers with full attention after the first 2"),
         (LATENT, {}, "sparse_attention needs layers with full attention after the first 2"),
@@ -167,5 +197,5 @@ LATENT = {
 def test_errors(changes: dict[str, Any], limits: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         kv_cache_size(
-            EngineConfig(**{**LIMITS, "sparse_attention": BUDGET, **limits}), [replace(mixed_decoder.CONFIG, **changes)]
+            EngineConfig(**{**LIMITS, "sparse_attention": SHARE, **limits}), [replace(mixed_decoder.CONFIG, **changes)]
         )

@@ -18,7 +18,7 @@ from fastinfer.engine.sampling_inputs import SamplingInputs, SamplingRows
 from fastinfer.engine.transfer import write_list
 from fastinfer.models.batch import Batch, FeatureSlots
 from fastinfer.models.image_tokens import ImageTokens
-from fastinfer.models.sparse_attention import SparseRows
+from fastinfer.models.sparse_attention import DENSE_TOKENS, SparseRows
 from fastinfer.ops.prompt import NO_ROW
 
 # Number of ranges of the block tables that a message to other ranks names; of more they copy everything.
@@ -93,8 +93,8 @@ class BatchInputs:
         block_size: tokens per block of the cache.
         device: device that computes, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         has_states: whether the model has layers with linear attention, whose states are in slots.
-        sparse_pages: number of pages of the cache that a generated token attends to in layers with sparse attention;
-            ``None`` for all.
+        sparse_attention: share of their attention that the pages have which tokens attend to in layers with sparse
+            attention; ``None`` if all attend to everything.
         drops_rows: whether the model's last layers store nothing, so that they are computed for wanted rows alone.
         head_layers: number of layers of a draft head, which reads and writes features; 0 for other models.
         has_window_lens: whether layers with a window see less of a sequence than others, see
@@ -103,7 +103,7 @@ class BatchInputs:
         allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
     Attributes:
-        max_seqs, max_tokens, sparse_pages, head_layers: see above.
+        max_seqs, max_tokens, sparse_attention, head_layers: see above.
         device: device that computes.
         sampling: sampling parameters of the rows of logits.
         drawn: [max_logits] int64 on the device; the tokens of the last draw, if the graph of its step has drawn them or
@@ -126,7 +126,7 @@ class BatchInputs:
         device: str = "cpu",
         *,
         has_states: bool = False,
-        sparse_pages: int | None = None,
+        sparse_attention: float | None = None,
         drops_rows: bool = False,
         head_layers: int = 0,
         has_window_lens: bool = False,
@@ -141,18 +141,20 @@ class BatchInputs:
         self.head_layers = head_layers
         self._has_window_lens = has_window_lens
         self._has_block_places = has_block_places
-        self.sparse_pages = sparse_pages
+        self.sparse_attention = sparse_attention
+        self._has_tiles = sparse_attention is not None and self.device.type == "cpu"
         self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self.drops_rows = drops_rows
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
         last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
         feature_size = 2 * max_tokens if head_layers else 0
-        dense_size = 0 if sparse_pages is None else max_seqs  # of prompts, beside tokens with sparse attention
+        dense_size = 0 if sparse_attention is None else max_seqs  # of prompts, beside tokens with sparse attention
+        tile_size = max_tokens + max_seqs + 1 if self._has_tiles else 0
         window_size = max_seqs if has_window_lens else 0
         place_size = max_tokens if has_block_places else 0
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
-        sizes = [*state_sizes, last_sizes[1], dense_size, window_size, place_size]
+        sizes = [*state_sizes, last_sizes[1], dense_size, tile_size, window_size, place_size]
         ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(sizes)
         self._table_start = 8 * longs + 4 * ints
         num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
@@ -166,8 +168,8 @@ class BatchInputs:
         self._slot_mappings, self._feature_slots = slots, places.reshape(2, -1)
         ends = np.cumsum([*sizes, max_tokens, max_logits, 4 * max_logits, max_seqs])
         parts = np.split(narrow, ends)
-        self._state_reads, self._state_writes, last_ints, self._dense_lens, self._window_lens, *others = parts
-        self._block_places, *others = others
+        self._state_reads, self._state_writes, last_ints, self._dense_lens, self._tile_start, *others = parts
+        self._window_lens, self._block_places, *others = others
         self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = others
         self._last_rows = LastRowsInputs(last_longs.reshape(2, -1), last_ints, self._view) if drops_rows else None
         self.sampling = SamplingInputs(longs_of_rows.reshape(2, -1), words_of_rows.reshape(4, -1), self._view)
@@ -238,9 +240,11 @@ class BatchInputs:
         if self._has_states:
             self._state_reads[: len(chunks)] = [chunk.state_read for chunk in chunks]
             self._state_writes[: len(token_ids)] = [slot for chunk in chunks for slot in chunk.state_writes]
-        if self.sparse_pages is not None:
+        if self.sparse_attention is not None:
             lens = [length if c.is_prompt else 0 for c, length in zip(chunks, seq_lens, strict=True)]
             write_list(self._dense_lens.data, lens)
+        if self._has_tiles:
+            self._place_tiles(chunks)
         if self._has_window_lens:
             write_list(self._window_lens.data, [c.start + c.num_tokens + len(c.drafts) for c in chunks])
         if self._has_block_places:
@@ -409,13 +413,47 @@ class BatchInputs:
                 writes[after - 1] = slots[-1]
             row = after
 
+    def _place_tiles(self, chunks: list[Chunk]) -> None:
+        """Write the first tokens of the rows that choose what they attend to, as if all chunks were of the last role.
+
+        A tile of a prompt ends with its block, or before an image, where a chunk may end. So tiles do not depend on the
+        chunks. Those that are missing in the number of the batch's size are empty.
+        """
+        starts, generated, tokens = [0], 0, 0
+        for chunk in chunks:
+            end = tokens + chunk.num_tokens + len(chunk.drafts)
+            if chunk.is_prompt:
+                first, images = chunk.start, chunk.sequence.images
+                borders = {tokens - first + start for start in (() if images is None else images.borders)}
+                borders.update(range(tokens + self._block_size - first % self._block_size, end, self._block_size))
+                starts += [*sorted(border for border in borders if tokens < border < end), end]
+            else:
+                starts += range(tokens + 1, end + 1)
+                generated = end
+            tokens = end
+        count = self._num_tiles(generated, tokens, len(chunks))
+        write_list(self._tile_start.data, starts + [tokens] * (count + 1 - len(starts)))
+
+    def _num_tiles(self, num_generated: int, num_tokens: int, num_seqs: int) -> int:
+        """Return the number of rows that a batch has at most."""
+        if num_generated == num_tokens:
+            return num_tokens
+        return num_generated + (num_tokens - num_generated) // self._block_size + num_seqs
+
     def _sparse_rows(self, size: BatchSize) -> SparseRows | None:
-        """Return the generated tokens of a batch if they attend to a part of the cache, and there are any."""
-        num_rows = min(size.first_prompt_row, size.num_tokens)
-        if self.sparse_pages is None or num_rows == 0:
+        """Return the tokens of a batch that attend to a part of the cache, if there are any."""
+        num_generated = min(size.first_prompt_row, size.num_tokens)
+        has_prompts = num_generated < size.num_tokens
+        if self.sparse_attention is None or not (num_generated or self._has_tiles):
             return None
-        dense_lens = self._view(self._dense_lens, size.num_seqs) if num_rows < size.num_tokens else None
-        return SparseRows(num_rows, self.sparse_pages, self._row_start[: num_rows + 1], dense_lens)
+        dense_lens = self._view(self._dense_lens, size.num_seqs) if has_prompts else None
+        tile_start = None
+        if self._has_tiles and has_prompts:
+            count = self._num_tiles(num_generated, size.num_tokens, size.num_seqs)
+            tile_start = self._view(self._tile_start, count + 1)
+        num_dense_pages = DENSE_TOKENS // self._block_size
+        row_start = self._row_start[: num_generated + 1]
+        return SparseRows(self.sparse_attention, num_dense_pages, num_generated, row_start, dense_lens, tile_start)
 
     def digest(self, size: BatchSize) -> int:
         """Return a checksum of the tokens of a batch and their places, by which processes can compare their inputs."""
@@ -427,8 +465,11 @@ class BatchInputs:
             used += [self._adapter_ids[: size.num_tokens].data, self._logits_adapter_ids[: size.num_logits].data]
         if self._has_states:
             used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
-        if self.sparse_pages is not None:
+        if self.sparse_attention is not None:
             used.append(self._dense_lens[: size.num_seqs].data)
+        if self._has_tiles:
+            num_generated = min(size.first_prompt_row, size.num_tokens)
+            used.append(self._tile_start[: self._num_tiles(num_generated, size.num_tokens, size.num_seqs) + 1].data)
         for memory in used:
             digest = zlib.crc32(memory, digest)
         return digest

@@ -23,8 +23,9 @@ REQUEST_LIMITS = (
 )
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
-# The first block, the last two and one that is chosen.
-MIN_SPARSE_PAGES = 4
+# Blocks that a step has room for, where chunks of prompts end with a block: prompts get a quarter of the tokens at least,
+# and the first one half of that.
+MIN_STEP_BLOCKS = 8
 MAX_GIB = 2.0**30
 # Values of options that a model does not support otherwise if it is not on one device of one process: with tensor
 # parallelism on GPUs, with pipeline parallelism, and with layers on several devices.
@@ -86,10 +87,10 @@ class EngineConfig:
         num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all
             sequences decode, a step with drafts has at most four tokens or a multiple of four, so 3 and 7 are good
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
-        sparse_attention: number of tokens that a generated token attends to, rounded up to whole blocks, for each KV
-            head: the first block, the last two, and those whose keys may have the largest products with the query.
-            ``None`` for all. Prompts, the first two layers, and layers with a window attend to all in any case. See
-            docs/sparse-attention.md.
+        sparse_attention: share of its attention, as 0.9, that the blocks hold which a token attends to, for each KV
+            head: the first block, the last two, and those with the largest estimates. ``None`` for all blocks. The
+            first two layers, layers with a window, tokens with little before them, and on a GPU prompts attend to all
+            in any case. On a CPU chunks of prompts end with a block. See docs/sparse-attention.md.
         max_loras: number of LoRA adapters that can run at the same time; 0 for a model without adapters. More can be
             registered.
         max_cpu_loras: number of LoRA adapters that are kept in host memory, so that they are not read again when their
@@ -140,7 +141,7 @@ class EngineConfig:
     kv_offloading_dir: str | PathLike[str] | None = None
     kv_offloading_dir_size: float = 16.0
     num_speculative_tokens: int = 0
-    sparse_attention: int | None = None
+    sparse_attention: float | None = None
     max_loras: int = 0
     max_cpu_loras: int | None = None
     max_lora_rank: int = 64
@@ -164,8 +165,13 @@ class EngineConfig:
         for name in REQUEST_LIMITS:
             check_int(name, getattr(self, name), 0, INT32_MAX)
         if self.sparse_attention is not None:
-            least = MIN_SPARSE_PAGES * self.block_size
-            check_int("sparse_attention", self.sparse_attention, least, INT32_MAX)
+            check_float("sparse_attention", self.sparse_attention, 0.0, 1.0, low_open=True)
+            least = MIN_STEP_BLOCKS * self.chunk_multiple
+            if self.max_num_batched_tokens < least:
+                raise RequestError(
+                    f"max_num_batched_tokens must be at least {least}, {MIN_STEP_BLOCKS} blocks, with "
+                    f"sparse_attention, got {self.max_num_batched_tokens}"
+                )
         check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_int("max_loras", self.max_loras, 0, 1024)
         if self.max_cpu_loras is not None:
@@ -249,9 +255,9 @@ class EngineConfig:
         return self.kv_offloading_size is not None or self.kv_offloading_dir is not None
 
     @property
-    def sparse_pages(self) -> int | None:
-        """Number of blocks that a generated token attends to, see ``sparse_attention``; ``None`` for all."""
-        return None if self.sparse_attention is None else -(-self.sparse_attention // self.block_size)
+    def chunk_multiple(self) -> int:
+        """Number whose multiples the chunks of a prompt end at: the tokens of blocks, which choose what they attend to."""
+        return self.block_size if self.sparse_attention is not None and self.device == "cpu" else 1
 
     @property
     def max_num_rows(self) -> int:

@@ -103,7 +103,7 @@ class CUDAGraphs:
         self._decode_buckets = decode_buckets(max_decoded, expert_limits)
         self._prefill_buckets = prefill_buckets(min(inputs.max_tokens, MAX_CAPTURED_TOKENS), expert_limits)
         # Of a step with prompts that has a graph; NO_ROW if roles do not matter, as on a GPU without sparse attention.
-        self._first_prompt_row = NO_ROW if inputs.sparse_pages is None else 0
+        self._first_prompt_row = NO_ROW if inputs.sparse_attention is None else 0
         self._graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
         self.failed: set[BatchSize] = set()
         self._capture_all((False, True) if with_adapters else (False,))

@@ -182,6 +182,7 @@ class Engine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             separates_roles=has_roles,
+            chunk_multiple=config.chunk_multiple,
             num_in_flight=config.pipeline_parallel_size,
         )
         if has_head and load_models is not None:

@@ -12,11 +12,16 @@ class PromptImages:
 
     Args:
         images: for each image, in order, the index of its first token, and the image.
+
+    Attributes:
+        borders: first tokens of bidirectional images, and of what follows them, in ascending order.
     """
 
     def __init__(self, images: List[tuple[int, EncodedImage]]) -> None:
         self._images = list(images)
         self._starts = [start for start, _ in images]
+        together = [(start, start + image.num_tokens) for start, image in images if image.is_bidirectional]
+        self.borders = [border for image in together for border in image]
         self._shifts = list(accumulate((image.num_tokens - image.num_positions for _, image in images), initial=0))
 
     def rotary_position(self, position: int) -> int:

@@ -71,6 +71,8 @@ class Scheduler:
         max_num_batched_tokens: maximum number of tokens in a step, drafts included.
         separates_roles: whether to separate tokens of prompts from generated ones, see
             :mod:`fastinfer.engine.roles`.
+        chunk_multiple: number whose multiples the chunks of a prompt end at, but for the last one; an eighth of
+            ``max_num_batched_tokens`` at most, so that a prompt always gets a chunk.
         num_in_flight: number of steps that are computed at the same time. If there are several, the decoding sequences
             are divided evenly among them, and one whose last token is not known yet is left out.
         clock: function that returns the time in seconds; a simulation has a clock of its own.
@@ -95,6 +97,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         *,
         separates_roles: bool = False,
+        chunk_multiple: int = 1,
         num_in_flight: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -110,6 +113,7 @@ class Scheduler:
         self.num_cut_drafts = 0
         self.num_queued_forks = 0
         self.separates_roles = separates_roles
+        self._chunk_multiple = chunk_multiple
         self._num_in_flight = num_in_flight
         self._clock = clock
         self._num_steps = 0
@@ -302,7 +306,7 @@ class Scheduler:
                 computed = sequence.num_computed_tokens + shares[sequence]
                 wanted = computed + min(self._num_computable(sequence) - shares[sequence], budget)
                 end = self.block_manager.extend(sequence, wanted, len(self.running) - 1)
-                num_tokens = sequence.chunk_end(end) - computed
+                num_tokens = max(0, sequence.chunk_end(end, self._chunk_multiple) - computed)
                 shares[sequence] += num_tokens
                 budget -= num_tokens
         return budget

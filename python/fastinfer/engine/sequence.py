@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from bisect import bisect_right
 from enum import Enum, auto
 from typing import TypedDict
 
@@ -265,8 +266,16 @@ class Sequence:
         if self.counts is not None:
             self.counts.add(token_id)
 
-    def chunk_end(self, end: int) -> int:
-        """Return the last token up to ``end`` at which a chunk of the next tokens may end."""
+    def chunk_end(self, end: int, multiple: int = 1) -> int:
+        """Return the last token up to ``end`` at which a chunk of the next tokens may end.
+
+        Args:
+            end: index of the token behind the chunk, after the next one.
+            multiple: number whose multiples chunks within a prompt end at, or beside a bidirectional image.
+        """
+        if self.num_computed_tokens < end < self.num_prompt_tokens:
+            borders = [] if self.images is None or multiple == 1 else self.images.borders
+            end = max([end - end % multiple, *borders[: bisect_right(borders, end)][-1:]])
         if self.images is not None:
             end = self.images.chunk_end(end)
         if self.layout is not None:

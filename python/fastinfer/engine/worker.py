@@ -221,7 +221,7 @@ class Worker:
             num_groups=len(self._size.windows),
             device=config.device,
             has_states=self.model.config.states is not None,
-            sparse_pages=config.sparse_pages,
+            sparse_attention=config.sparse_attention,
             drops_rows=self._drops_rows and self.model.config.num_storing_layers < self.model.config.num_layers,
             head_layers=self.model.config.num_layers if self.model.config.has_features else 0,
             has_window_lens=has_windows,

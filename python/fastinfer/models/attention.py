@@ -17,19 +17,6 @@ from fastinfer.models.projection import OutputProjection
 from fastinfer.weights.weight import Weight
 
 
-@dataclass(slots=True, eq=False)
-class AttentionPlan:
-    """Division of the attention of one step on a GPU, for layers of the same sizes.
-
-    Attributes:
-        dense: plan of :func:`fastinfer.ops.paged_attention` for the batch.
-        sparse: that for the tokens with sparse attention; the first layer that has it makes the plan.
-    """
-
-    dense: Tensor
-    sparse: Tensor | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Attention:
     """Grouped-query attention over a paged cache.
@@ -92,9 +79,9 @@ class Attention:
     scale: float | None = None
     sinks: Tensor | None = None
 
-    def plan(self, batch: Batch) -> AttentionPlan:
+    def plan(self, batch: Batch) -> Tensor:
         """Plan how the attention of a step is divided on a GPU; layers with the same :attr:`plan_sizes` share it."""
-        return AttentionPlan(ops.paged_attention_plan(batch.lens(self.window), batch.query_start, *self.plan_sizes))
+        return ops.paged_attention_plan(batch.lens(self.window), batch.query_start, *self.plan_sizes)
 
     @property
     def plan_sizes(self) -> tuple[int, int, int, int, bool]:
@@ -107,7 +94,7 @@ class Attention:
         residual: Tensor | None,
         batch: Batch,
         cache: LayerCache,
-        plan: AttentionPlan,
+        plan: Tensor,
         lora: LayerAdapters | None,
     ) -> Tensor:
         """Return ``residual``, if there is one, plus the output for ``x``, both [tokens, hidden]; fill the cache."""
@@ -135,7 +122,7 @@ class Attention:
             out = ops.softplus_gate(out, gate) if self.softplus_gate else ops.sigmoid_gate(out, gate)
         return self.output(out, residual, lora)
 
-    def _attend(self, q: Tensor, batch: Batch, cache: LayerCache, plan: AttentionPlan, lse: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, batch: Batch, cache: LayerCache, plan: Tensor, lse: Tensor | None) -> Tensor:
         """Return the output of attention, [tokens, num_heads, head_dim]."""
         attend = partial(
             ops.paged_attention,
@@ -148,19 +135,33 @@ class Attention:
             v_scale=cache.v_scale,
         )
         table, sparse = batch.block_tables[cache.group], batch.sparse
-        if sparse is None or cache.key_codes is None:
+        # Layers without keys of their own may compute the last rows of prompts alone, so no tiles of theirs choose.
+        tile_start = None if sparse is None or not self.has_kv else sparse.tile_start
+        if sparse is None or cache.key_codes is None or not (sparse.num_generated or tile_start is not None):
             lens = batch.lens(self.window)
-            return attend(q, cache.k, cache.v, table, lens, batch.query_start, lse=lse, plan=plan.dense)
+            return attend(q, cache.k, cache.v, table, lens, batch.query_start, lse=lse, plan=plan)
+        select = partial(
+            ops.select_pages,
+            codes=cache.key_codes,
+            block_table=table,
+            seq_lens=batch.seq_lens,
+            query_start=batch.query_start,
+            block_size=cache.k.shape[1],
+            share=sparse.share,
+            num_dense_pages=sparse.num_dense_pages,
+            scale=self.scale,
+        )
+        if tile_start is not None:
+            pages, lens = select(q, row_start=tile_start)
+            return attend(q, cache.k, cache.v, pages, lens, tile_start, lse=lse)
         if sparse.dense_lens is None:
             out = q.new_empty(q.shape)
         else:  # of tokens that see nothing, as the others do here, it is 0
             out = attend(q, cache.k, cache.v, table, sparse.dense_lens, batch.query_start, lse=lse)
-        rows = q[: sparse.num_rows]
-        ragged = table, batch.seq_lens, batch.query_start
-        pages, lens = ops.select_pages(rows, cache.key_codes, *ragged, cache.k.shape[1], sparse.num_pages, self.scale)
-        if plan.sparse is None:
-            plan.sparse = ops.paged_attention_plan(lens, sparse.row_start, *self.plan_sizes)
-        attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=out[: sparse.num_rows], plan=plan.sparse)
+        rows = q[: sparse.num_generated]
+        pages, lens = select(rows)
+        # Heads of other layers choose other pages, and so have other lengths.
+        attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=out[: len(rows)])
         return out
 
     def _values(self, out: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastinfer.models.attention import Attention, AttentionPlan
+from fastinfer.models.attention import Attention
 from fastinfer.models.batch import Batch
 from fastinfer.models.decoder import DecoderLayer
 from fastinfer.models.kv_cache import LayerCache
@@ -81,7 +81,7 @@ class ConvolvedLayer(DecoderLayer):
         x: Tensor,
         batch: Batch,
         cache: LayerCache | StateCache,
-        plan: AttentionPlan | LatentPlan | None,
+        plan: Tensor | LatentPlan | None,
         lora: LayerAdapters | None,
         inputs: Tensor | None = None,
         before: Tensor | None = None,
@@ -91,7 +91,7 @@ class ConvolvedLayer(DecoderLayer):
         assert isinstance(self.attention, Attention)
         assert isinstance(self.mlp, GatedMLP)
         assert isinstance(cache, LayerCache)
-        assert isinstance(plan, AttentionPlan)
+        assert isinstance(plan, Tensor)
         source, kernels = self.attention_conv.before(self.attention_norm(x), places)
         attended = self.attention(source, None, batch, cache, plan, lora)
         x = x + self.attention_conv.after(attended, kernels, places)

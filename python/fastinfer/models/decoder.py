@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.models.attention import Attention, AttentionPlan
+from fastinfer.models.attention import Attention
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.kv_cache import KVCache, LayerCache
@@ -60,7 +60,7 @@ class DecoderLayer:
         x: Tensor,
         batch: Batch,
         cache: LayerCache | StateCache,
-        plan: AttentionPlan | LatentPlan | None,
+        plan: Tensor | LatentPlan | None,
         lora: LayerAdapters | None,
         inputs: Tensor | None = None,
         before: Tensor | None = None,
@@ -71,7 +71,7 @@ class DecoderLayer:
             attended = self.attention(x, batch, cache, plan, lora)
         elif isinstance(self.attention, Attention):
             assert isinstance(cache, LayerCache)
-            assert isinstance(plan, AttentionPlan)
+            assert isinstance(plan, Tensor)
             source = before if self.shares_input else x
             assert source is not None
             attended = self.attention(source, x, batch, cache, plan, lora)
@@ -206,7 +206,7 @@ class Decoder:
         self, indices: range, x: Tensor, inputs: Tensor | None, batch: Batch, kv_cache: KVCache
     ) -> Iterator[Tensor]:
         """Compute consecutive layers, see :meth:`_compute`, and yield the output of each."""
-        plans: dict[tuple[int, ...], AttentionPlan | LatentPlan] = {}
+        plans: dict[tuple[int, ...], Tensor | LatentPlan] = {}
         adapters, before = self._adapters(batch), x
         for index in indices:
             layer, lora, cache = self.layers[index], adapters[index], kv_cache.layers[index]

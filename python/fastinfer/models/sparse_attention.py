@@ -10,34 +10,45 @@ from fastinfer.models.config import KVShape, ModelConfig
 
 # The first layers of a model attend to everything: what they read is spread over the whole text.
 DENSE_LAYERS = 2
+# Rows that see no more tokens attend to them all: reading them takes little time.
+DENSE_TOKENS = 1024
 KEY_CODES_DTYPE = torch.int32
 _CODES_PER_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Tokens of a batch that attend to chosen pages of the cache: the generated ones, which come first.
+    """The tokens of a batch that attend to chosen pages of the cache: the generated ones, and in tiles those of prompts.
 
     Attributes:
-        num_rows: number of these tokens.
-        num_pages: number of pages that each of them reads at most, for each KV head.
-        row_start: [num_rows + 1] int32; 0, 1, 2, ..., as each of them is a sequence of its own.
+        share: share of their attention that the pages must have, see :func:`fastinfer.ops.select_pages`.
+        num_dense_pages: number of pages up to which all are read.
+        num_generated: number of generated tokens, which come first.
+        row_start: [num_generated + 1] int32; 0, 1, 2, ..., as each of them is a row of its own.
         dense_lens: [seqs] int32; ``Batch.seq_lens`` of the sequences whose tokens are those of prompts, 0 for the
             others. ``None`` if there are no tokens of prompts.
+        tile_start: [tiles + 1] int32; first tokens of the rows where those of prompts choose pages, too: ``row_start``,
+            and then tiles of prompts, each within a block. ``None`` if prompts attend to everything.
     """
 
-    num_rows: int
-    num_pages: int
+    share: float
+    num_dense_pages: int
+    num_generated: int
     row_start: Tensor
     dense_lens: Tensor | None
+    tile_start: Tensor | None = None
 
     def of_last_rows(self, num_tokens: int, first_prompt_row: int) -> "SparseRows | None":
-        """Return these tokens among the last rows of each sequence, see :class:`fastinfer.models.batch.LastRows`."""
-        num_rows = min(first_prompt_row, num_tokens)
-        if num_rows == 0:
+        """Return these tokens among the last rows of each sequence, see :class:`fastinfer.models.batch.LastRows`.
+
+        The last rows of a prompt attend to everything: they are no tiles.
+        """
+        num_generated = min(first_prompt_row, num_tokens)
+        if num_generated == 0:
             return None
-        dense_lens = None if num_rows == num_tokens else self.dense_lens
-        return SparseRows(num_rows, self.num_pages, self.row_start[: num_rows + 1], dense_lens)
+        dense_lens = None if num_generated == num_tokens else self.dense_lens
+        row_start = self.row_start[: num_generated + 1]
+        return SparseRows(self.share, self.num_dense_pages, num_generated, row_start, dense_lens)
 
 
 def has_key_codes(config: ModelConfig, layer: int) -> bool:

@@ -186,12 +186,14 @@ def _(
     seq_lens: Tensor,
     query_start: Tensor,
     block_size: int,
-    num_pages: int,
+    share: float,
+    num_dense_pages: int,
     scale: float,
+    row_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    width = min(num_pages, block_table.shape[1])
-    tokens = q.shape[0]  # len(q) would fix the number in a graph
-    return block_table.new_empty([tokens, codes.shape[1], width]), block_table.new_empty([tokens])
+    rows = q.shape[0] if row_start is None else row_start.shape[0] - 1  # len(q) would fix the number in a graph
+    sizes = [rows, codes.shape[1]]
+    return block_table.new_empty([*sizes, block_table.shape[1]]), block_table.new_empty(sizes)
 
 
 @fake("select_tokens")

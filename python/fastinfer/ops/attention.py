@@ -99,7 +99,8 @@ def paged_attention(
             not with uint8. On CUDA the first 256 of 320 or 512 of 576, in the dtype of ``q``.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read. Or
             [seqs, kv_heads, max_blocks]: each KV head has other blocks, see :func:`fastinfer.ops.select_pages`.
-        seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
+        seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens. Or [seqs, kv_heads] if
+            each KV head has other blocks.
         query_start: [seqs + 1] int32; cumulative query counts, from 0 to ``tokens``.
         scale: factor of the logits; ``head_dim ** -0.5`` by default.
         window: sliding-window length in positions, 0 for none.

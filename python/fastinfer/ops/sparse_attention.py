@@ -1,9 +1,9 @@
-"""Sparse attention of generated tokens: each reads only those pages of the KV cache that can matter most to it.
+"""Sparse attention: tokens read only those pages of the KV cache that hold nearly all of their attention.
 
 A page is a block of the cache. :func:`store_key_codes` keeps each key in four bits an element, from which its logit can
-be estimated for any query. :func:`select_pages` weighs the pages by these estimates and takes the heaviest, and
-:func:`fastinfer.ops.paged_attention` attends to them as if they were the whole sequence. With as many pages as the
-sequence has the result is bitwise that of dense attention.
+be estimated for any query. :func:`select_pages` weighs the pages by these estimates and takes the heaviest, until they
+have a given share of the attention, and :func:`fastinfer.ops.paged_attention` attends to them as if they were the whole
+sequence. With all pages the result is bitwise that of dense attention.
 
 Models that were trained with sparse attention choose single tokens by an indexer of their own, for prompts too:
 :func:`select_tokens`.
@@ -57,64 +57,70 @@ def select_pages(
     seq_lens: Tensor,
     query_start: Tensor,
     block_size: int,
-    num_pages: int,
+    share: float,
+    num_dense_pages: int = 0,
     scale: float | None = None,
+    row_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the pages that each token reads, for each KV head.
+    """Choose the pages that each row reads, for each KV head; a row is a token, or some tokens that read the same.
 
-    These are the first page, the last two pages of what the token sees, and of the others those with the largest
-    weights. Each query head's logits in these pages are estimated: the query is rotated as the keys are and rounded to
-    eight bits, so that a logit is a product of integers times both scales. The softmax of the estimates over all tokens
-    of these pages, summed over a page's tokens and over the query heads that share the KV head, is the page's weight. A
-    token that sees no more than ``num_pages`` pages reads them all. The pages stay in their order; of equal weights the
-    earlier page wins. A page with an estimate that is NaN or infinite has an infinite weight.
+    These are the first page, the last two pages of what the row sees, and of the others those with the largest weights,
+    until all have ``share`` of the sum of the weights. Each query head's logits are estimated: the query is rotated as
+    the keys are and rounded to eight bits, so that a logit is a product of integers times both scales. The softmax of
+    the estimates over all tokens that the query sees, summed over a page's tokens and over the query heads that share
+    the KV head, is the page's weight. Of a row with several tokens the last one is looked at and every fourth before
+    it, and their weights are added. The pages stay in their order. Of equal weights all are taken, or none. A page with
+    an estimate that is NaN or infinite is taken, and its weight counts for nothing.
 
-    The results are a block table and lengths for :func:`fastinfer.ops.paged_attention`, in which each token is a
-    sequence of its own: its ``query_start`` is 0, 1, 2, ... A token's pages do not depend on the other tokens.
+    The results are a block table and lengths for :func:`fastinfer.ops.paged_attention`, in which each row is a sequence
+    of its own: its ``query_start`` is ``row_start``, or 0, 1, 2, ... A row's pages do not depend on the other rows.
 
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16, with a head_dim that is a multiple of 8, on CUDA of at
             most 512; may be a strided view whose last two dimensions are contiguous.
-        codes: [num_blocks, kv_heads, head_dim / 8 + 1, block_size] int32, see :func:`store_key_codes`; those of the
-            first page and of the last two are never read.
+        codes: [num_blocks, kv_heads, head_dim / 8 + 1, block_size] int32, see :func:`store_key_codes`.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
         seq_lens: [seqs] int32; cached length of each sequence, including all of its queries.
         query_start: [seqs + 1] int32; cumulative query counts. There may be more queries than ``tokens``, which are
             then the first of them; on CUDA also fewer, and the other tokens read nothing.
         block_size: tokens per page.
-        num_pages: number of pages that a token reads at most, at least 4.
+        share: share of the attention that the pages of a row must have, above 0; with 1 each row reads all pages.
+        num_dense_pages: a row that sees no more pages reads them all.
         scale: factor of the logits; ``head_dim ** -0.5`` by default.
+        row_start: [rows + 1] int32; the first token of each row, and the end of the last one. A row has tokens of one
+            sequence, at most ``block_size`` of them, or none. By default each token is a row. CPU only.
 
     Returns:
-        The pages, [tokens, kv_heads, min(num_pages, max_blocks)] int32, whose entries past the length are undefined,
-        and the number of positions in them, [tokens] int32.
+        The pages, [rows, kv_heads, max_blocks] int32, whose entries past the length are undefined, and the number of
+        positions in them, [rows, kv_heads] int32.
 
     Raises:
-        RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit; ``num_pages`` is less than 4; on the
-            CPU also lengths that contradict each other, and blocks outside the cache.
+        RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit; ``share`` is not in (0, 1], or
+            ``num_dense_pages`` is negative; on CUDA ``row_start`` is passed; on the CPU also lengths or rows that
+            contradict each other, and blocks outside the cache.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: pages for each query: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774; estimates by keys in four
-    bits: Twilight: Lin et al., 2025, https://arxiv.org/abs/2502.02770.
+    bits, and as many pages as have a share of the attention: Twilight: Lin et al., 2025,
+    https://arxiv.org/abs/2502.02770; rows of several tokens: after XAttention: Xu et al., 2025,
+    https://arxiv.org/abs/2503.16428, whose estimates are sums over antidiagonals.
 
     >>> import torch, fastinfer.ops as ops
-    >>> keys = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 1, 8).contiguous()  # six pages of one key each
+    >>> keys = torch.tensor([0.0, 1, 9, 2, 0, 0]).view(6, 1, 1, 1).expand(6, 1, 1, 8).contiguous()  # pages of one key
     >>> codes = torch.zeros(6, 1, 2, 1, dtype=torch.int32)
     >>> ops.store_key_codes(codes, keys, None, torch.arange(6))
     >>> table, lengths = torch.arange(6).int()[None], [torch.tensor(n).int() for n in ([6], [0, 1])]
-    >>> ops.select_pages(torch.ones(1, 1, 8), codes, table, *lengths, block_size=1, num_pages=4)
-    (tensor([[[0, 3, 4, 5]]], dtype=torch.int32), tensor([4], dtype=torch.int32))
-    >>> pages, lens = ops.select_pages(-torch.ones(1, 1, 8), codes, table, *lengths, block_size=1, num_pages=4)
-    >>> pages
-    tensor([[[0, 1, 4, 5]]], dtype=torch.int32)
-    >>> ops.paged_attention(-torch.ones(1, 1, 8), keys, keys, pages, lens, lengths[1]).shape
-    torch.Size([1, 1, 8])
+    >>> pages, lens = ops.select_pages(torch.ones(1, 1, 8), codes, table, *lengths, block_size=1, share=0.9)
+    >>> lens, pages[..., :4]
+    (tensor([[4]], dtype=torch.int32), tensor([[[0, 2, 4, 5]]], dtype=torch.int32))
+    >>> ops.paged_attention(torch.ones(1, 1, 8), keys, keys, pages, lens, lengths[1])[0, 0, :2]
+    tensor([9., 9.])
     """
     inference_only("select_pages", "q codes", q, codes)
     if scale is None:
         scale = max(q.shape[-1] if q.dim() else 1, 1) ** -0.5  # empty heads and scalars are refused below
-    args = (q, codes, block_table, seq_lens, query_start, block_size, num_pages, scale)
+    args = (q, codes, block_table, seq_lens, query_start, block_size, share, num_dense_pages, scale, row_start)
     pages, lens = ops.select_pages.default(*args)
     return pages, lens
 
