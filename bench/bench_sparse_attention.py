@@ -1,16 +1,16 @@
-"""Sparse attention against dense attention: how far the next token's distribution moves, and the time of a decode step.
+"""Sparse attention against dense attention: how far the next token's distribution moves, and what it gains.
 
-Quality: of one long text the last tokens are computed as generated ones, each from the true tokens before it, and their
-distributions are compared with those of dense attention. The pages with the largest estimates compete with a window
-(the first page and the last ones) and with random pages, of the same number.
+Generated tokens: the last tokens of one long text are computed as generated ones, each from the true tokens before it,
+and their distributions are compared with those of dense attention. The pages with the largest estimates compete with a
+window (the first page and the last ones) and with random pages, of the same number for each token, layer and KV head.
 
-Time: decode steps of one sequence are recorded and replayed in turns, dense and sparse, on a cache of random numbers,
-which takes no prefill. The clock is that of the process's CPU time by default.
+Prompts: all tokens but the last ones are computed as a prompt that chooses pages; compared are the last tokens of the
+prompt, and those after it, which attend to everything.
 
-Settings: both, for several sizes of pages, shares of them, and numbers of first layers that attend to everything.
+Times: decode steps of one sequence are recorded and replayed in turns, dense and sparse, at the end of a longer text;
+and the chunks of a prompt of that text are computed in turns. The clock is that of the process's CPU time by default.
 
     python bench/bench_sparse_attention.py --out bench/results
-    python bench/bench_sparse_attention.py --only settings --tokens 256 --out bench/results
 """
 
 import argparse
@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,53 +31,63 @@ from fastinfer import hub, ops
 from fastinfer.benchmarks.report import median_ratio, write_json
 from fastinfer.models import Model, load_model
 from fastinfer.models.batch import Batch
-from fastinfer.models.kv_cache import KVCache, LayerCache, num_blocks_for
-from fastinfer.models.sparse_attention import SparseRows
+from fastinfer.models.kv_cache import KVCache, num_blocks_for
+from fastinfer.models.sparse_attention import DENSE_PAGES, SparseRows
 from fastinfer.utils.table import format_table
 from fastinfer.utils.torch_threads import set_num_threads
 
-DATA = Path(__file__).parents[1] / "tests/data"
-TEXTS = [DATA / f"{name}.txt" for name in ("project_documents", "python_execution_model", "python_import_system")]
+ROOT = Path(__file__).parents[1]
+TEXTS = [
+    ROOT / f"tests/data/{name}.txt" for name in ("project_documents", "python_execution_model", "python_import_system")
+]
+LONG_TEXTS = [ROOT / f"docs/{name}.md" for name in ("serving", "architecture", "draft-heads", "distillation")]
 CHUNK = 256  # tokens of a step
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
+METHODS = ("estimates", "window", "random")
 
 
-def window_pages(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The first page and the last ones, in the place of :func:`fastinfer.ops.select_pages`."""
-    return pages_by(lambda shape: torch.arange(shape[-1]).expand(shape).float(), *arguments)
+class PageCount:
+    """Takes the place of :func:`fastinfer.ops.select_pages`, and counts the pages that are read of those that are seen.
+
+    Args:
+        method: the pages that are read, as many as the estimates choose: those, the last ones, or random ones.
+    """
+
+    def __init__(self, method: str = "estimates") -> None:
+        self.read = self.seen = 0
+        self._method = method
+
+    def __call__(
+        self, q: Tensor, *, block_table: Tensor, seq_lens: Tensor, row_start: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        pages, lens = SELECT_PAGES(q, block_table=block_table, seq_lens=seq_lens, row_start=row_start, **options)
+        block_size = options["block_size"]
+        ends = torch.arange(1, len(q) + 1) if row_start is None else row_start[1:]
+        positions = seq_lens[0] - options["query_start"][1] + ends - 1
+        counts, last = -(-lens // block_size), (positions // block_size)[:, None, None]
+        self.read += int(counts.sum())
+        self.seen += int((last + 1).sum()) * lens.shape[1]
+        if self._method == "estimates":
+            return pages, lens
+        page = torch.arange(block_table.shape[1])
+        scores = page.expand(pages.shape).float() if self._method == "window" else torch.rand(pages.shape)
+        scores = scores.masked_fill((page == 0) | (page >= last - 1), torch.inf).masked_fill(page > last, -torch.inf)
+        order = scores.argsort(dim=-1, descending=True)
+        chosen = order.masked_fill(page >= counts[..., None], len(page)).sort().values.clamp(max=len(page) - 1)
+        return block_table[0][chosen].contiguous(), lens
+
+    @property
+    def share(self) -> float:
+        """Share of the pages that were read."""
+        return self.read / max(self.seen, 1)
+
+    @contextmanager
+    def counting(self) -> Iterator["PageCount"]:
+        with mock.patch.object(ops, "select_pages", self):
+            yield self
 
 
-def random_pages(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The first page, the last two, and random ones, in the place of :func:`fastinfer.ops.select_pages`."""
-    return pages_by(torch.rand, *arguments)
-
-
-def pages_by(
-    scores_of: Callable[[tuple[int, int, int]], Tensor],
-    q: Tensor,
-    codes: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start: Tensor,
-    block_size: int,
-    num_pages: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """The first page, the last two, and those with the highest scores, [tokens, kv_heads, pages], in one sequence."""
-    positions = seq_lens[0] - query_start[1] + torch.arange(len(q))
-    page, last = torch.arange(block_table.shape[1]), (positions // block_size)[:, None, None]
-    scores = scores_of((len(q), codes.shape[1], len(page)))
-    scores = scores.masked_fill((page == 0) | (page >= last - 1), torch.inf).masked_fill(page > last, -torch.inf)
-    chosen = scores.topk(num_pages).indices.sort().values
-    lens = (num_pages - 1) * block_size + positions % block_size + 1
-    return block_table[0][chosen].contiguous(), lens.int()
-
-
-# Tokens a page, share of the pages that are read, and number of first layers that attend to everything.
-SETTINGS = [(block_size, share, 2) for block_size in (8, 16, 32) for share in (1 / 2, 1 / 4, 1 / 8, 1 / 16)]
-SETTINGS += [(16, 1 / 8, dense_layers) for dense_layers in (12, 20)]
-
-METHODS = {"estimates": ops.select_pages, "window": window_pages, "random": random_pages}
+SELECT_PAGES = ops.select_pages
 
 
 @dataclass
@@ -97,28 +108,8 @@ class Sequence:
         )
         return cls(model, cache, block_size, tokens)
 
-    def with_pages_of(self, block_size: int) -> "Sequence":
-        """The same keys and values in other pages."""
-        other = Sequence.make(self.model, self.tokens, block_size)
-        for own, layer in zip(other.cache.layers, self.cache.layers, strict=True):
-            assert isinstance(own, LayerCache)
-            assert isinstance(layer, LayerCache)
-            slots = len(self.tokens)
-            for target, source in ((own.k, layer.k), (own.v, layer.v)):
-                target.flatten(0, 1)[:slots] = source.flatten(0, 1)[:slots]
-            if own.key_codes is not None:
-                ops.store_key_codes(own.key_codes, own.k, None, torch.arange(slots))
-        return other
-
-    def attend_to_all_in(self, first_layers: int) -> "Sequence":
-        """Let the first layers attend to everything."""
-        for index, layer in enumerate(self.cache.layers[:first_layers]):
-            assert isinstance(layer, LayerCache)
-            self.cache.layers[index] = replace(layer, key_codes=None)
-        return self
-
-    def batch(self, begin: int, end: int, num_pages: int | None = None) -> Batch:
-        """The tokens begin..end - 1; with ``num_pages`` as generated tokens, which attend to so many pages."""
+    def batch(self, begin: int, end: int, share: float | None = None, *, is_prompt: bool = False) -> Batch:
+        """The tokens begin..end - 1, generated ones or of a prompt; they attend to everything without a share."""
         count = end - begin
         batch = Batch(
             token_ids=self.tokens[begin:end],
@@ -129,15 +120,21 @@ class Sequence:
             slot_mappings=(torch.arange(begin, end),),
             logits_indices=torch.arange(count),
         )
-        if num_pages is None:
+        if share is None:
             return batch
-        rows = SparseRows(count, num_pages, torch.arange(count + 1, dtype=torch.int32), None)
-        return replace(batch, sparse=rows)
+        row_start = torch.arange(count + 1, dtype=torch.int32)
+        if not is_prompt:
+            return replace(batch, sparse=SparseRows(share, DENSE_PAGES, count, row_start, None))
+        ends = [place - begin for place in range(begin + 1, end + 1) if place % self.block_size == 0 or place == end]
+        tiles = torch.tensor([0, *ends], dtype=torch.int32)
+        return replace(batch, sparse=SparseRows(share, DENSE_PAGES, 0, row_start[:1], batch.seq_lens, tiles))
 
-    def log_probabilities(self, begin: int, end: int, num_pages: int | None = None) -> Iterator[Tensor]:
+    def log_probabilities(
+        self, begin: int, end: int, share: float | None = None, *, is_prompt: bool = False
+    ) -> Iterator[Tensor]:
         """The distributions after the tokens, [chunk, vocab], step by step."""
         for first in range(begin, end, CHUNK):
-            batch = self.batch(first, min(first + CHUNK, end), num_pages)
+            batch = self.batch(first, min(first + CHUNK, end), share, is_prompt=is_prompt)
             hidden = self.model.forward(batch, self.cache)
             yield self.model.logits(hidden, batch.logits_indices).float().log_softmax(-1)
 
@@ -159,13 +156,35 @@ def measure_quality(args: argparse.Namespace) -> list[dict[str, Any]]:
         for _ in sequence.log_probabilities(0, begin):
             pass
         dense = list(sequence.log_probabilities(begin, args.context))
-        for share, (name, select) in ((share, method) for share in args.share for method in METHODS.items()):
-            num_pages = max(4, round(args.context / block_size * share))
-            with mock.patch.object(ops, "select_pages", select):
-                kl, agreement = divergence(dense, sequence.log_probabilities(begin, args.context, num_pages))
-            result = {"block_size": block_size, "share": share, "pages": num_pages, "method": name}
+        for share, method in ((share, method) for share in args.share for method in METHODS):
+            with PageCount(method).counting() as count:
+                kl, agreement = divergence(dense, sequence.log_probabilities(begin, args.context, share))
+            result = {"block_size": block_size, "share": share, "pages_read": count.share, "method": method}
             results.append(result | {"kl": kl, "agreement": agreement})
-            print(f"block size {block_size}, 1/{1 / share:.0f}, {name}: KL {kl:.4f}, {agreement:.1%}", flush=True)
+            print(results[-1], flush=True)
+    return results
+
+
+def measure_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same of the last tokens of a prompt, and of as many after it."""
+    model, tokens = read_text(args.text, args.model, args.context)
+    end, results = args.context - args.tokens, []
+    dense: dict[int, list[Tensor]] = {}
+    for block_size, share in ((block_size, share) for block_size in args.block_size for share in (None, *args.share)):
+        sequence = Sequence.make(model, tokens, block_size)
+        with PageCount().counting() as count:
+            found = list(sequence.log_probabilities(0, end, share, is_prompt=True))[-args.tokens // CHUNK :]
+        found += sequence.log_probabilities(end, args.context)
+        if share is None:
+            dense[block_size] = found
+            continue
+        result: dict[str, Any] = {"block_size": block_size, "share": share, "pages_read": count.share}
+        half = len(found) // 2
+        for name, part in (("prompt", slice(half)), ("after", slice(half, None))):
+            kl, agreement = divergence(dense[block_size][part], iter(found[part]))
+            result |= {f"kl_{name}": kl, f"agreement_{name}": agreement}
+        results.append(result)
+        print(results[-1], flush=True)
     return results
 
 
@@ -179,95 +198,102 @@ def divergence(dense: list[Tensor], found: Iterator[Tensor]) -> tuple[float, flo
     return kl / count, same / count
 
 
-def measure_time(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds of a decode step, dense and sparse in turns."""
-    model, _ = load_model(hub.resolve(args.model), "auto", "cpu", max(args.contexts))
-    now, block_size, results = CLOCKS[args.clock], args.block_size[0], []
-    for context in args.contexts:
-        sequence = Sequence.make(model, torch.zeros(context, dtype=torch.int64), block_size)
-        fill(sequence.cache)
-        shares = [None, *args.share]
-        for share, own, ratio in zip(shares, *time_steps(sequence, shares, args.rounds, now), strict=True):
-            results.append(
-                {"context": context, "block_size": block_size, "share": share, "samples_s": own, "speedup": ratio}
-            )
-    return results
+def measure_time(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Seconds of chunks of a prompt and of decode steps at several contexts, dense and sparse in turns."""
+    model, tokens = read_text(args.long_text, args.model, max(args.contexts))
+    now, shares = CLOCKS[args.clock], [None, *args.share]
+    chunks, steps = [], []
+    for block_size in args.block_size:
+        sequence = Sequence.make(model, tokens, block_size)
+        for end in range(args.chunk, len(tokens) + 1, args.chunk):
+            batches = [sequence.batch(end - args.chunk, end, share, is_prompt=True) for share in shares]
+            batches = [replace(batch, logits_indices=batch.logits_indices[-1:]) for batch in batches]
+            # The last one to write the cache is dense attention.
+            for case in time_batches(sequence, batches[::-1], args.prompt_rounds, now)[::-1]:
+                chunks.append({"block_size": block_size, "end": end, "share": shares[len(chunks) % len(shares)]} | case)
+            if end not in args.contexts:
+                continue
+            ends = range(end - args.places + 1, end + 1)
+            own = [
+                time_batches(sequence, [sequence.batch(e - 1, e, s) for s in shares], args.rounds, now) for e in ends
+            ]
+            for share, cases in zip(shares, zip(*own, strict=True), strict=True):
+                samples = [sample for case in cases for sample in case["samples_s"]]
+                read = statistics.mean(case["pages_read"] for case in cases)
+                result = {"block_size": block_size, "context": end, "share": share, "pages_read": read}
+                steps.append(result | {"samples_s": samples})
+            for case in steps[-len(shares) :]:
+                case["speedup"] = median_ratio(steps[-len(shares)]["samples_s"], case["samples_s"])
+                print({name: value for name, value in case.items() if name != "samples_s"}, flush=True)
+    return {"steps": steps, "chunks": chunks}
 
 
-def time_steps(
-    sequence: Sequence, shares: list[float | None], rounds: int, now: Callable[[], float]
-) -> tuple[list[list[float]], list[float]]:
-    """Seconds of decode steps in turns, and medians of the first one's time divided by each one's."""
-    context, graphs = len(sequence.tokens), []
-    for share in shares:
-        num_pages = None if share is None else max(4, round(context / sequence.block_size * share))
-        batch, graph = sequence.batch(context - 1, context, num_pages), ops.CPUGraph()
+def time_batches(
+    sequence: Sequence, batches: list[Batch], rounds: int, now: Callable[[], float]
+) -> list[dict[str, Any]]:
+    """Seconds of steps in turns, and the share of the pages that each reads."""
+    graphs, cases = [], []
+    for batch in batches:
+        graph = ops.CPUGraph()
+        with torch.inference_mode(), PageCount().counting() as count:  # recorded operators have no results yet
+            sequence.model.forward(batch, sequence.cache)
         with torch.inference_mode(), graph.capture():
-            sequence.model.logits(sequence.model.forward(batch, sequence.cache), batch.logits_indices)
-        graphs.append((graph, batch))
-    samples: list[list[float]] = [[] for _ in shares]
+            with ops.prompt_rows(0 if len(batch.token_ids) > 1 else 1):
+                hidden = sequence.model.forward(batch, sequence.cache)
+            sequence.model.logits(hidden, batch.logits_indices)
+        graphs.append(graph)
+        cases.append({"pages_read": count.share if count.seen else 1.0, "samples_s": []})
     for _ in range(rounds):
-        for (graph, _), own in zip(graphs, samples, strict=True):
+        for graph, case in zip(graphs, cases, strict=True):
             start = now()
             graph.replay()
-            own.append(now() - start)
-    return samples, [median_ratio(samples[0], own) for own in samples]
+            case["samples_s"].append(now() - start)
+    return cases
 
 
-def measure_settings(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Divergence and speed of :data:`SETTINGS`, the latter with the longest context of the times."""
-    model, tokens = read_text(args.text, args.model, args.context)
-    timed_model, _ = load_model(hub.resolve(args.model), "auto", "cpu", max(args.contexts))
-    begin, results = args.context - args.tokens, []
-    text = Sequence.make(model, tokens, SETTINGS[0][0])
-    for _ in text.log_probabilities(0, begin):
-        pass
-    dense = list(text.log_probabilities(begin, args.context))
-    for block_size, share, dense_layers in SETTINGS:
-        sequence = text.with_pages_of(block_size).attend_to_all_in(dense_layers)
-        num_pages = max(4, round(args.context / block_size * share))
-        kl, agreement = divergence(dense, sequence.log_probabilities(begin, args.context, num_pages))
-        timed = Sequence.make(timed_model, torch.zeros(max(args.contexts), dtype=torch.int64), block_size)
-        fill(timed.cache)
-        _, ratios = time_steps(timed.attend_to_all_in(dense_layers), [None, share], args.rounds, CLOCKS[args.clock])
-        result = {"block_size": block_size, "share": share, "dense_layers": dense_layers, "speedup": ratios[1]}
-        results.append(result | {"kl": kl, "agreement": agreement})
-        print(results[-1], flush=True)
+def prompt_times(chunks: list[dict[str, Any]], contexts: list[int]) -> list[dict[str, Any]]:
+    """Seconds of whole prompts: the sums of their chunks' medians."""
+    results = []
+    for block_size, context in {(case["block_size"], context): None for case in chunks for context in contexts}:
+        own = [case for case in chunks if case["block_size"] == block_size and case["end"] <= context]
+        seconds = {
+            share: sum(statistics.median(case["samples_s"]) for case in own if case["share"] == share)
+            for share in {case["share"]: None for case in own}
+        }
+        for share, time_s in seconds.items():
+            result = {"block_size": block_size, "context": context, "share": share, "seconds": time_s}
+            results.append(result | {"speedup": seconds[None] / time_s})
     return results
-
-
-def fill(cache: KVCache) -> None:
-    """Fill a cache with random keys and values, and make the codes of the keys."""
-    for layer in cache:
-        assert isinstance(layer, LayerCache)
-        layer.k.normal_()
-        layer.v.normal_()
-        if layer.key_codes is not None:
-            ops.store_key_codes(layer.key_codes, layer.k, None, torch.arange(layer.k.shape[0] * layer.k.shape[1]))
 
 
 def report(results: dict[str, list[dict[str, Any]]]) -> str:
     parts = []
     if quality := results.get("quality"):
-        rows = [["block size", "pages read", "method", "KL, nats", "same token"]]
+        rows = [["block size", "share", "pages read", "method", "KL, nats", "same token"]]
         for case in quality:
-            share = f"1/{1 / case['share']:.0f}"
-            rows.append(
-                [str(case["block_size"]), share, case["method"], f"{case['kl']:.4f}", f"{case['agreement']:.1%}"]
-            )
+            start = [str(case["block_size"]), str(case["share"]), f"{case['pages_read']:.1%}", case["method"]]
+            rows.append([*start, f"{case['kl']:.4f}", f"{case['agreement']:.1%}"])
         parts.append(format_table(rows))
-    if times := results.get("time"):
-        rows = [["context", "pages read", "ms", "times as fast"]]
-        for case in times:
-            share = "all" if case["share"] is None else f"1/{1 / case['share']:.0f}"
+    if prompts := results.get("prompts"):
+        rows = [["block size", "share", "pages read", "KL in the prompt", "same token", "KL after it", "same token"]]
+        for case in prompts:
+            row = [str(case["block_size"]), str(case["share"]), f"{case['pages_read']:.1%}"]
+            for name in ("prompt", "after"):
+                row += [f"{case[f'kl_{name}']:.4f}", f"{case[f'agreement_{name}']:.1%}"]
+            rows.append(row)
+        parts.append(format_table(rows))
+    if steps := results.get("steps"):
+        rows = [["block size", "context", "share", "pages read", "ms", "times as fast"]]
+        for case in steps:
+            start = [str(case["block_size"]), str(case["context"]), str(case["share"] or "all")]
             milliseconds = 1e3 * statistics.median(case["samples_s"])
-            rows.append([str(case["context"]), share, f"{milliseconds:.2f}", f"{case['speedup']:.2f}"])
+            rows.append([*start, f"{case['pages_read']:.1%}", f"{milliseconds:.2f}", f"{case['speedup']:.2f}"])
         parts.append(format_table(rows))
-    if settings := results.get("settings"):
-        rows = [["block size", "pages read", "dense layers", "KL, nats", "same token", "times as fast"]]
-        for case in settings:
-            sizes = [str(case["block_size"]), f"1/{1 / case['share']:.0f}", str(case["dense_layers"])]
-            rows.append([*sizes, f"{case['kl']:.4f}", f"{case['agreement']:.1%}", f"{case['speedup']:.2f}"])
+    if whole := results.get("whole_prompts"):
+        rows = [["block size", "tokens of the prompt", "share", "s", "times as fast"]]
+        for case in whole:
+            start = [str(case["block_size"]), str(case["context"]), str(case["share"] or "all")]
+            rows.append([*start, f"{case['seconds']:.2f}", f"{case['speedup']:.2f}"])
         parts.append(format_table(rows))
     return "\n\n".join(parts)
 
@@ -278,25 +304,33 @@ def main() -> int:
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS)
     parser.add_argument("--context", type=int, default=4096, help="tokens of the text")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of its end that are compared")
-    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 8, 32], help="the first is that of the times")
-    parser.add_argument("--share", type=float, nargs="+", default=[1 / 4, 1 / 8, 1 / 16])
+    parser.add_argument("--block-size", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--share", type=float, nargs="+", default=[0.8, 0.9, 0.95, 0.98])
+    parser.add_argument("--long-text", type=Path, nargs="+", default=LONG_TEXTS, help="for the times")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the times")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt that a step computes")
+    parser.add_argument("--places", type=int, default=8, help="decode steps that are timed at the end of each context")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt-rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="cpu")
-    parser.add_argument("--only", choices=["quality", "time", "settings"])
-    parser.add_argument("--out", type=Path, help="folder for sparse_attention.json, or sparse_attention_settings.json")
+    parser.add_argument("--only", choices=["quality", "prompts", "time"])
+    parser.add_argument("--out", type=Path, help="folder for sparse_attention.json")
     args = parser.parse_args()
     set_num_threads(args.threads)
     torch.manual_seed(0)
-    measures = {"time": measure_time, "quality": measure_quality, "settings": measure_settings}
-    chosen = ["time", "quality"] if args.only is None else [args.only]
-    results = {name: measures[name](args) for name in chosen}
+    results: dict[str, Any] = {}
+    if args.only in (None, "time"):
+        results = measure_time(args)
+        results["whole_prompts"] = prompt_times(results["chunks"], args.contexts)
+    if args.only in (None, "quality"):
+        results["quality"] = measure_quality(args)
+    if args.only in (None, "prompts"):
+        results["prompts"] = measure_prompts(args)
     print(report(results))
     if args.out is not None:
         options = {"model": args.model, "context": args.context, "tokens": args.tokens, "clock": args.clock}
-        name = "sparse_attention_settings" if args.only == "settings" else "sparse_attention"
-        print(write_json(args.out / f"{name}.json", options | results))
+        print(write_json(args.out / "sparse_attention.json", options | results))
     return 0
 
 

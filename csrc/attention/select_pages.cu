@@ -263,6 +263,7 @@ __global__ void __launch_bounds__(kSelectThreads, kSelectBlocks)
     if (!selection.estimate<T>()) return;
     chosen = selection.choose(out);
   }
+  for (int64_t i = chosen + static_cast<int>(threadIdx.x); i < p.max_blocks; i += kSelectThreads) out[i] = 0;
   if (threadIdx.x == 0) p.lens[blockIdx.x] = seen.count - (pages - chosen) * p.block_size;
 }
 

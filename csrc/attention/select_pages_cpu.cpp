@@ -25,7 +25,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int kHeadsAtOnce = 4;       // that share a page's unpacked codes
+constexpr int kRowsAtOnce = 8;        // query heads of tokens that share a page's unpacked codes
 constexpr int kPagesAtOnce = 4;       // whose weights are summed together
 constexpr int kBytesAhead = 1 << 12;  // that are prefetched
 
@@ -45,31 +45,38 @@ class PageSelection {
       : p_(p),
         group_(p.q_heads / p.kv_heads),
         kv_head_(kv_head),
+        most_rows_((p.row_start != nullptr ? (p.block_size + kQueryStride - 1) / kQueryStride : 1) * group_),
         words_(key_code_words(p.head_dim)),
         halves_(2 * p.block_size == kLanes),
         vectors_((p.block_size + kLanes - 1) / kLanes),
         pages_ahead_(std::max(1, kBytesAhead / (words_ * p.block_size * static_cast<int>(sizeof(uint32_t))))) {
     const int64_t pages = (p.max_blocks + kPagesAtOnce - 1) / kPagesAtOnce * kPagesAtOnce;
     stride_ = halves_ ? pages / 2 * kLanes : pages * vectors_ * kLanes;
-    q_ = scratch_array<Int8>(0, group_ * p.head_dim);
-    logits_ = scratch_array<float>(1, group_ * stride_ + 2 * pages + rotated_columns(p.head_dim));
-    weights_ = logits_ + group_ * stride_;
+    q_ = scratch_array<Int8>(0, most_rows_ * p.head_dim);
+    const int64_t rows = std::min(most_rows_, kRowsAtOnce);
+    logits_ = scratch_array<float>(1, rows * stride_ + 2 * pages + rotated_columns(p.head_dim));
+    weights_ = logits_ + rows * stride_;
     sums_ = weights_ + pages;
     row_ = sums_ + pages;
-    queries_ = scratch_array<Query>(2, group_);
+    queries_ = scratch_array<Query>(2, most_rows_);
     numbers_ = scratch_array<int32_t>(3, p.max_blocks + kLanes);
   }
 
   // Writes the chosen ones of the `pages` first blocks of a row of the block table, for the tokens begin..end - 1, of
   // which the last one has this position. Returns their number.
   int choose(int64_t begin, int64_t end, int position, const int32_t* blocks, int pages, int32_t* out) {
-    std::fill_n(weights_, pages, 0.0f);
     int rows = 0;
-    for (int64_t token = end - 1; token >= begin; token -= kQueryStride, position -= kQueryStride, rows += group_) {
-      dispatch(p_.dtype, [&]<class T>(T) { load_queries<T>(token); });
-      estimate(blocks, pages);
-      hide(position + 1, pages);
-      for (int r = 0; r < group_; ++r) add_weights(logits_ + r * stride_, pages);
+    for (int64_t token = end - 1; token >= begin; token -= kQueryStride, rows += group_) {
+      dispatch(p_.dtype, [&]<class T>(T) { load_queries<T>(token, rows); });
+    }
+    std::fill_n(weights_, pages, 0.0f);
+    for (int first = 0; first < rows; first += kRowsAtOnce) {
+      const int count = std::min(kRowsAtOnce, rows - first);
+      estimate(blocks, pages, first, count);
+      for (int r = 0; r < count; ++r) {
+        hide(r, position + 1 - (first + r) / group_ * kQueryStride, pages);
+        add_weights(logits_ + r * stride_, pages);
+      }
     }
     const int limit = find_limit(pages, kSumOfWeights / static_cast<float>(rows));
     const int32_t* const first = out;
@@ -120,28 +127,29 @@ class PageSelection {
     return total;
   }
 
-  // Hides the positions from `first` on, which lie in the last pages.
-  void hide(int first, int pages) const {
+  // Hides the positions from `first` on, which lie in the last pages, from a row.
+  void hide(int row, int first, int pages) const {
     for (int position = first; position < pages * p_.block_size; ++position) {
       const int64_t place = halves_ ? position
                                     : int64_t{position / p_.block_size} * vectors_ * kLanes + position % p_.block_size;
-      for (int r = 0; r < group_; ++r) logits_[r * stride_ + place] = -kInfinity;
+      logits_[row * stride_ + place] = -kInfinity;
     }
   }
 
+  // Of a token's query heads, whose first one becomes this row.
   template <class T>
-  void load_queries(int64_t token) {
+  void load_queries(int64_t token, int row) {
     const T* const q = static_cast<const T*>(p_.q) + token * p_.q_stride + int64_t{kv_head_} * group_ * p_.head_dim;
     for (int r = 0; r < group_; ++r) {
       for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) {
         store(row_ + i, load_lanes(q + r * p_.head_dim + i, lanes));  // zeros beyond head_dim
       });
       rotate(row_, p_.head_dim);
-      Int8* const bytes = q_ + r * p_.head_dim;
+      Int8* const bytes = q_ + (row + r) * p_.head_dim;
       const float scale = quantize_row(row_, p_.head_dim, bytes);
       int32_t sum = 0;
       for (int i = 0; i < p_.head_dim; ++i) sum += bytes[i].value;
-      queries_[r] = {
+      queries_[row + r] = {
           static_cast<int32_t>(2 * kLargestKeyLevel) * sum,
           p_.scale * std::numbers::log2e_v<float> * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
     }
@@ -166,45 +174,41 @@ class PageSelection {
     return codes(blocks[page]);
   }
 
-  // logits_[group][stride_]: of each page's tokens; -infinity in lanes without a token.
-  void estimate(const int32_t* blocks, int pages) {
+  // logits_[count][stride_]: of each page's tokens, for the rows from `row` on; -infinity in lanes without a token.
+  void estimate(const int32_t* blocks, int pages, int row, int count) {
     float* out = logits_;
     const int size = p_.block_size;
     if (halves_) {
       for (int page = 0; page < pages; page += 2, out += kLanes) {
         const uint32_t* const first = take_codes(blocks, pages, page);
-        if (page + 1 < pages) {
-          const uint32_t* const second = take_codes(blocks, pages, page + 1);
-          multiply([&](int word) { return join(first + word * size, second + word * size); }, out);
-        } else {
-          multiply([&](int word) { return join(first + word * size, first + word * size); }, out);
-          clear(out, kLanes / 2);
-        }
+        const uint32_t* const second = page + 1 < pages ? take_codes(blocks, pages, page + 1) : first;
+        multiply([&](int word) { return join(first + word * size, second + word * size); }, row, count, out);
+        if (page + 1 == pages) clear(out, kLanes / 2, count);
       }
     } else {
       for (int page = 0; page < pages; ++page) {
         const uint32_t* const codes = take_codes(blocks, pages, page);
         int first = 0;
         for (; first + kLanes <= size; first += kLanes, out += kLanes) {
-          multiply([&](int word) { return load_as<u32v>(codes + word * size + first); }, out);
+          multiply([&](int word) { return load_as<u32v>(codes + word * size + first); }, row, count, out);
         }
         if (const int lanes = size - first; lanes > 0) {
-          multiply([&](int word) { return load_partial_words(codes + word * size + first, lanes); }, out);
-          clear(out, lanes);
+          multiply([&](int word) { return load_partial_words(codes + word * size + first, lanes); }, row, count, out);
+          clear(out, lanes, count);
           out += kLanes;
         }
       }
     }
     const int64_t end = out - logits_;
-    for (int r = 0; r < group_; ++r) {  // of the pages that complete the last kPagesAtOnce
+    for (int r = 0; r < count; ++r) {  // of the pages that complete the last kPagesAtOnce
       std::fill_n(logits_ + r * stride_ + end, std::min<int64_t>(stride_ - end, kPagesAtOnce * vectors_ * kLanes),
                   -kInfinity);
     }
   }
 
   // The lanes from `lanes` on have no tokens.
-  void clear(float* out, int lanes) const {
-    for (int r = 0; r < group_; ++r) std::fill(out + r * stride_ + lanes, out + r * stride_ + kLanes, -kInfinity);
+  void clear(float* out, int lanes, int count) const {
+    for (int r = 0; r < count; ++r) std::fill(out + r * stride_ + lanes, out + r * stride_ + kLanes, -kInfinity);
   }
 
   static u32v load_partial_words(const uint32_t* p, int lanes) {
@@ -219,40 +223,43 @@ class PageSelection {
     }(std::make_integer_sequence<int, kLanes>{});
   }
 
-  // One vector of tokens, whose words words(i) loads, for each query head.
+  // One vector of tokens, whose words words(i) loads, for each row.
   template <class Words>
-  FASTINFER_INLINE void multiply(const Words& words, float* out) const {
-    int head = 0;
-    for (; head + kHeadsAtOnce <= group_; head += kHeadsAtOnce) multiply<kHeadsAtOnce>(words, head, out);
-    switch (group_ - head) {
-      case 1: return multiply<1>(words, head, out);
-      case 2: return multiply<2>(words, head, out);
-      case 3: return multiply<3>(words, head, out);
+  FASTINFER_INLINE void multiply(const Words& words, int row, int count, float* out) const {
+    if (count == kRowsAtOnce) return multiply<kRowsAtOnce>(words, row, out);
+    if (count >= 4) {
+      multiply<4>(words, row, out);
+      row += 4, count -= 4, out += 4 * stride_;
+    }
+    switch (count) {
+      case 1: return multiply<1>(words, row, out);
+      case 2: return multiply<2>(words, row, out);
+      case 3: return multiply<3>(words, row, out);
       default: return;
     }
   }
 
-  template <int kHeads, class Words>
-  FASTINFER_INLINE void multiply(const Words& words, int head, float* out) const {
-    i32v sums[kHeads] = {};
-    const int8_t* const q = &q_[head * p_.head_dim].value;
+  template <int kRows, class Words>
+  FASTINFER_INLINE void multiply(const Words& words, int row, float* out) const {
+    i32v sums[kRows] = {};
+    const int8_t* const q = &q_[row * p_.head_dim].value;
     for (int word = 0; word < words_ - 1; ++word) {
       const u8v codes = (u8v)words(word), low = low_nibbles(codes), high = high_nibbles(codes);
-#pragma GCC unroll 4
-      for (int r = 0; r < kHeads; ++r) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
         const int8_t* const x = q + r * p_.head_dim + word * kKeyCodesPerWord;
         sums[r] = add_products(add_products(sums[r], low, x), high, x + kKeyCodesPerWord / 2);
       }
     }
     const f32v scales = (f32v)words(words_ - 1);
-#pragma GCC unroll 4
-    for (int r = 0; r < kHeads; ++r) {
-      const Query& query = queries_[head + r];
-      store(out + (head + r) * stride_, to_f32(2 * sums[r] - query.offset) * (scales * query.factor));
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Query& query = queries_[row + r];
+      store(out + r * stride_, to_f32(2 * sums[r] - query.offset) * (scales * query.factor));
     }
   }
 
-  // Adds a head's probabilities to the pages' weights. The weight of a page with an infinity or a NaN is infinite, so
+  // Adds a row's probabilities to the pages' weights. The weight of a page with an infinity or a NaN is infinite, so
   // that attention shows it, and counts for no other.
   void add_weights(const float* logits, int pages) {
     const int64_t size = halves_ ? (pages + 1) / 2 * kLanes : int64_t{pages} * vectors_ * kLanes;
@@ -297,11 +304,13 @@ class PageSelection {
   }
 
   const SelectPagesParams& p_;
-  const int group_, kv_head_, words_;
+  const int group_, kv_head_;
+  const int most_rows_;  // query heads of tokens that are looked at
+  const int words_;
   const bool halves_;  // whether a vector holds two pages
   const int vectors_;  // of a page
   const int pages_ahead_;
-  int64_t stride_;  // of a head's logits
+  int64_t stride_;  // of a row's logits
   Int8* q_;
   float *logits_, *weights_, *sums_, *row_;
   Query* queries_;
@@ -311,23 +320,22 @@ class PageSelection {
 void select_of_head(const SelectPagesParams& p, int64_t row, int head) {
   const int64_t begin = p.row_start != nullptr ? p.row_start[row] : row;
   const int64_t end = p.row_start != nullptr ? p.row_start[row + 1] : row + 1;
-  int32_t& len = p.lens[row * p.kv_heads + head];
-  len = 0;
-  if (begin == end) return;
-  const int seq =
-      static_cast<int>(std::upper_bound(p.query_start, p.query_start + p.seqs + 1, begin) - p.query_start) - 1;
-  const int position = p.seq_lens[seq] - p.query_start[seq + 1] + static_cast<int>(end) - 1;
-  if (position < 0) return;
-  const int pages = position / p.block_size + 1;
-  const int32_t* const blocks = p.block_table + seq * p.max_blocks;
+  int position = -1, pages = 0, chosen = 0;  // of the last token
   int32_t* const out = p.pages + (row * p.kv_heads + head) * p.max_blocks;
-  int chosen = pages;
-  if (p.reads_all(pages)) {
-    std::copy_n(blocks, pages, out);
-  } else {
-    chosen = PageSelection(p, head).choose(begin, end, position, blocks, pages, out);
+  if (begin < end) {
+    const int seq =
+        static_cast<int>(std::upper_bound(p.query_start, p.query_start + p.seqs + 1, begin) - p.query_start) - 1;
+    position = std::max(p.seq_lens[seq] - p.query_start[seq + 1] + static_cast<int>(end) - 1, -1);
+    chosen = pages = (position + p.block_size) / p.block_size;
+    const int32_t* const blocks = p.block_table + seq * p.max_blocks;
+    if (p.reads_all(pages)) {
+      std::copy_n(blocks, pages, out);
+    } else {
+      chosen = PageSelection(p, head).choose(begin, end, position, blocks, pages, out);
+    }
   }
-  len = position + 1 - (pages - chosen) * p.block_size;
+  std::fill(out + chosen, out + p.max_blocks, 0);
+  p.lens[row * p.kv_heads + head] = position + 1 - (pages - chosen) * p.block_size;
 }
 
 }  // namespace

@@ -45,7 +45,7 @@ SETTINGS = Settings(
     speculative_tokens=3,
     limit_s=60.0,
     document_tokens=64,
-    attended_tokens=128,
+    attention_share=0.9,
 )
 NEED_LAYERS = ("draft", "sparse")  # which the toy model does not have
 NOTHING = Measured(1.0, 0, 35, [], [], 0, 1, 0, 0, 0, 0)
@@ -142,7 +142,7 @@ def test_rows_that_need_layers(key: str, draft: str, tmp_path: Path, monkeypatch
     measured = measure(tiny, row, replace(SETTINGS, draft_model=str(tmp_path / draft)), [Job([7, 8, 9], params)] * 3)
     ablation.check_complete(row, measured)
     assert (measured.num_drafted > 0) is row.draft_model
-    assert engines[0].config.sparse_attention == (128 if row.sparse_attention else None)
+    assert engines[0].config.sparse_attention == (0.9 if row.sparse_attention else None)
 
 
 def test_long_prompts_have_the_same_text_with_and_without_modules(subject: Subject) -> None:

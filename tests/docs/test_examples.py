@@ -176,7 +176,7 @@ def test_distill(
 
 def test_sparse_attention(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("What comes next is " * 40)
-    options = ["--model", str(tiny_model), "--context", "200", "--budget", "128", "--max-tokens", "4"]
+    options = ["--model", str(tiny_model), "--context", "200", "--share", "0.5", "--max-tokens", "4"]
     example("sparse_attention").main([str(tmp_path / "text.txt"), *options])
-    names = re.findall(r"^\[(.*): [\d.]+ ms per token\]$", capsys.readouterr().out, re.MULTILINE)
-    assert names == ["dense", "sparse, 128 of 200 tokens"]
+    names = re.findall(r"^\[(.*): prompt [\d.]+ s, [\d.]+ ms per token\]$", capsys.readouterr().out, re.MULTILINE)
+    assert names == ["dense", "sparse, 0.5 of the attention"]

@@ -23,6 +23,7 @@ from support.toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks
 from torch import Tensor
 
 from fastinfer import hub
+from fastinfer.engine import batch_inputs
 from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draw import Draw
@@ -47,6 +48,13 @@ device = device_fixture("cuda", "emulated")
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LIMITS: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+
+
+@pytest.fixture(autouse=True)
+def sparse_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts attend to everything, in the engine on the CPU, too; and tokens choose from the fourth page on."""
+    monkeypatch.setattr(EngineConfig, "sparse_prompts", False)
+    monkeypatch.setattr(batch_inputs, "DENSE_PAGES", 3)
 
 
 class Forced(Engine):
@@ -164,8 +172,8 @@ def one_long_context(make: Make) -> Forced:
 
 
 def sparse_attention(make: Make) -> Forced:
-    """In the last layer each generated token reads four pages of up to seven."""
-    engine = make(max_num_batched_tokens=64, sparse_attention=32)
+    """In the last layer each generated token reads some pages of up to seven."""
+    engine = make(max_num_batched_tokens=64, sparse_attention=0.6)
     return serve(engine, [[i % VOCAB_SIZE for i in range(50)], [3, 1, 4]], replace(PARAMS, max_tokens=4))
 
 
@@ -368,11 +376,11 @@ def test_deterministic_sparse_attention(device: str) -> None:
         return serve(engine, MIXED_PROMPTS[2:4], replace(PARAMS, max_tokens=4))
 
     one_by_one = {"max_num_seqs": 1, "max_num_batched_tokens": 96}
-    dense, expected = run(**one_by_one), run(**one_by_one, sparse_attention=32)
+    dense, expected = run(**one_by_one), run(**one_by_one, sparse_attention=0.6)
     assert {key[0] for key in differing_logits(expected, dense)} == {0}  # the longer one
-    assert differing_logits(run(max_num_batched_tokens=19, sparse_attention=32), expected) == []
-    assert differing_logits(run(always_speculate, num_speculative_tokens=3, sparse_attention=32), expected) == []
-    assert differing_logits(run(**one_by_one, sparse_attention=96), dense) == []
+    assert differing_logits(run(max_num_batched_tokens=19, sparse_attention=0.6), expected) == []
+    assert differing_logits(run(always_speculate, num_speculative_tokens=3, sparse_attention=0.6), expected) == []
+    assert differing_logits(run(**one_by_one, sparse_attention=1.0), dense) == []
 
 
 def assert_the_same_beside_adapters(adapters: list[Path], device: str) -> None:

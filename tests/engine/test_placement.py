@@ -85,7 +85,7 @@ def test_preemption_drafts_and_sleep(folders: dict[str, str]) -> None:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with a model on several devices, got 2"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1 with a model on several devices, got 2"),
-        ({"sparse_attention": 512}, "sparse_attention must be None with a model on several devices, got 512"),
+        ({"sparse_attention": 0.9}, "sparse_attention must be None with a model on several devices, got 0.9"),
         ({"device": "cpu,cpu,cpu,cpu,cpu"}, "device: expected at most 4 places for the model's layers, got 5"),
         ({"device": "cpu,cpux"}, "device: expected a list like .*, got 'cpux' in it"),
         ({"device": "cpu+cpu"}, "device: .* needs a model with experts, got one without"),

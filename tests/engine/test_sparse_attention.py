@@ -36,7 +36,7 @@ def make_decoder(**changes: Any) -> Decoder:
 
 @pytest.fixture(autouse=True)
 def sparse_from_the_fourth_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_inputs, "DENSE_TOKENS", 3 * BLOCK_SIZE)
+    monkeypatch.setattr(batch_inputs, "DENSE_PAGES", 3)
 
 
 def make_draft() -> Decoder:
@@ -94,7 +94,7 @@ def test_a_text_follows_from_its_request_alone(decoder: Decoder) -> None:
 def test_all_pages_are_dense_bit_by_bit(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = alone(decoder, sparse_attention=None)
     assert answers(engine_of(decoder, sparse_attention=1.0)) == dense
-    monkeypatch.setattr(batch_inputs, "DENSE_TOKENS", 96)
+    monkeypatch.setattr(batch_inputs, "DENSE_PAGES", 24)
     assert answers(engine_of(decoder)) == dense
 
 

@@ -136,7 +136,7 @@ def test_prefixes_forks_and_preemptions_keep_features(model: Path, tmp_path: Pat
         (replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[^a]{30,}")), {}),
         (replace(GREEDY, temperature=1.5, seed=1, repetition_penalty=1.2, logprobs=2), {"dtype": "auto"}),
         (replace(GREEDY, temperature=0.7, seed=2, prompt_logprobs=1), {"kv_cache_dtype": "int8", "dtype": "bfloat16"}),
-        (GREEDY, {"enforce_eager": True, "enable_prefix_caching": False, "sparse_attention": 32}),
+        (GREEDY, {"enforce_eager": True, "enable_prefix_caching": False, "sparse_attention": 0.6, "block_size": 2}),
     ],
 )
 def test_no_option_changes_a_text(model: Path, tmp_path: Path, params: SamplingParams, options: dict[str, Any]) -> None:

@@ -255,7 +255,7 @@ def test_everything_of_a_batch_is_copied() -> None:
         block_places=ids,
         row_start=ids,
         images=ImageTokens(ids, ids, ids, (slice(1, 2),), layer_token=7),
-        sparse=SparseRows(3, 4, ids, ids),
+        sparse=SparseRows(0.9, 4, 3, ids, ids, ids),
         last=LastRows(ids, ids, ids, ids, 7),
         features=FeatureSlots(ids, ids),
     )

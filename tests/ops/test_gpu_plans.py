@@ -121,6 +121,6 @@ def test_pages_that_blocks_share(emulator: Emulator, device: str) -> None:
     codes = torch.zeros(blocks, 2, 17, 4, dtype=torch.int32, device=device)
     ops.store_key_codes(codes, batch.k_cache, None, torch.arange(4 * blocks, device=device))
     ragged = batch.block_table, batch.seq_lens, batch.query_start
-    found = same_in_any_order(emulator, lambda: ops.select_pages(batch.q, codes, *ragged, 4, 50)[0])
+    found = same_in_any_order(emulator, lambda: ops.select_pages(batch.q, codes, *ragged, 4, 0.6)[0])
     with emulator.device("small"):
-        assert_bitwise(ops.select_pages(batch.q, codes, *ragged, 4, 50)[0], found)
+        assert_bitwise(ops.select_pages(batch.q, codes, *ragged, 4, 0.6)[0], found)

@@ -227,7 +227,7 @@ def heads_call(op: str, dtype: torch.dtype, cache: torch.dtype, weight: torch.dt
         return {"q": q, "k": k, **rotary}
     if op == "select_pages":
         codes = torch.zeros(2, 2, head_dim // 8 + 1, 16).int()
-        pages = {"block_size": 16, "num_pages": 4, "scale": 1.0}
+        pages = {"block_size": 16, "share": 0.5, "num_dense_pages": 0, "scale": 1.0}
         return {"q": q, "codes": codes, "block_table": int32(0, 1)[None], **ragged, **pages}
     if op == "select_tokens":
         index = {"weights": torch.zeros(3, 4).to(dtype), "keys": torch.zeros(2, 16, 1, head_dim).to(cache)}

@@ -119,8 +119,8 @@ def test_layers_with_states_and_latents(family: str, tensor: int, pipeline: int,
 
 
 def test_sparse_attention(folder: Path) -> None:
-    """Generated tokens attend to chosen pages beside prompts, which attend to everything."""
-    sparse = LIMITS | {"sparse_attention": 32}
+    """Generated tokens attend to chosen pages beside tiles of prompts."""
+    sparse = LIMITS | {"sparse_attention": 0.6, "block_size": 4, "max_num_batched_tokens": 32}
     one = LLM(str(folder), **sparse)
     four = LLM(str(folder), tensor_parallel_size=2, pipeline_parallel_size=2, **sparse)
     params = SamplingParams(max_tokens=40, temperature=0.0, logprobs=1, ignore_eos=True)

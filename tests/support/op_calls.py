@@ -216,13 +216,16 @@ def sparse_attention_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ..
     key_codes = torch.randint(-(2**31), 2**31, (7, 2, 9, 16)).int()
     key_codes[:, :, -1] = torch.rand(7, 2, 16).view(torch.int32)  # scales
     ragged = int32(4, 6, 0, 3, 5, 1, 2)[None], int32(105), int32(0, 3)
-    yield "select_pages", (q, key_codes, *ragged, 16, 4, 0.125)
-    yield "select_pages", (q.float(), key_codes, *ragged, 16, 9, 0.125)
+    yield "select_pages", (q, key_codes, *ragged, 16, 0.5, 0, 0.125, None)
+    yield "select_pages", (q.float(), key_codes, *ragged, 16, 0.5, 9, 0.125, None)  # each token reads all
+    if cpu_alone:
+        yield "select_pages", (q, key_codes, *ragged, 16, 0.5, 0, 0.125, int32(0, 1, 3))
     index, weights = k_cache[:, :, :1].contiguous(), torch.randn(3, 6)[:, 1:5]
     yield "select_tokens", (q, weights.bfloat16(), index, *ragged, 9)
     if cpu_alone:
         yield "select_tokens", (q.float(), weights, index, *ragged, 103)  # the first token reads all
-    pages = int32(0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4).view(3, 2, 2), int32(32, 17, 5), int32(0, 1, 2, 3)
+    lens = int32(32, 17, 5, 16, 20, 31).view(3, 2)
+    pages = int32(0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4).view(3, 2, 2), lens, int32(0, 1, 2, 3)
     yield "paged_attention", (q, k_cache, v_cache, *pages, 0.125, 0, 0.0, None, None, None, None, None)
 
 

@@ -46,7 +46,7 @@ class Settings:
         batch_size: number of requests that run at the same time, in rows that run several.
         speculative_tokens: largest number of drafted tokens per step.
         document_tokens: length of the text that long prompts share.
-        attended_tokens: number of tokens that a generated one attends to, with sparse attention.
+        attention_share: share of their attention that the blocks hold which tokens read, with sparse attention.
         draft_model: name or path of a draft model or a draft head; ``None`` without the row that needs it.
         limit_s: time limit of rows without a KV cache, in seconds.
         loading: options of :meth:`Subject.load`.
@@ -60,7 +60,7 @@ class Settings:
     speculative_tokens: int
     limit_s: float
     document_tokens: int
-    attended_tokens: int
+    attention_share: float
     draft_model: str | None = None
     loading: dict[str, Any] = field(default_factory=dict)
     threads: int | None = None
@@ -144,7 +144,7 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
         max_num_seqs=batch_size,
         enable_prefix_caching=row.prefix_caching,
         num_speculative_tokens=settings.speculative_tokens if row.speculation or row.draft_model else 0,
-        sparse_attention=settings.attended_tokens if row.sparse_attention else None,
+        sparse_attention=settings.attention_share if row.sparse_attention else None,
     )
     _run(engine, row, _warm_up(jobs[:batch_size]), batch_size, WARM_UP_S)
     engine.block_manager.reset_prefix_cache()

@@ -19,7 +19,7 @@ class Row:
         draft_model: whether a draft model or a draft head drafts tokens.
         long_prompts: whether each prompt is a line of its own, a long text that all share, and a question.
         modules: whether the shared text is two prompt modules.
-        sparse_attention: whether generated tokens attend to a part of the text.
+        sparse_attention: whether tokens attend to a part of the text.
         baseline: key of the row that the gain is relative to, which may be this one; ``None`` for the first.
         claim: gain over the first row that published ablations of this kind report.
     """

@@ -18,6 +18,7 @@ from fastinfer.cli.options import (
     integer,
     names,
     rate,
+    share,
 )
 from fastinfer.distill.settings import DIVERGENCES, LOSSES, TOP_K
 from fastinfer.hub import DEFAULT_MODEL
@@ -330,10 +331,10 @@ def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
     )
     benchmark.add_argument(
         "--sparse-attention",
-        type=count(128),
-        default=512,
-        metavar="TOKENS",
-        help="tokens that each generated token attends to in the row sparse; default: %(default)s",
+        type=share,
+        default=0.9,
+        metavar="SHARE",
+        help="part of its attention that the blocks hold which a token reads in the row sparse; default: %(default)s",
     )
     benchmark.add_argument("--requests", type=count(1), default=24, metavar="N", help="default: %(default)s")
     benchmark.add_argument(

@@ -121,9 +121,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     options.add_argument(
         "--sparse-attention",
         action=EngineOption,
-        type=count(1),
-        metavar="TOKENS",
-        help="tokens that each generated token attends to, chosen from the context; default: all",
+        type=share,
+        metavar="SHARE",
+        help="part of its attention, as 0.9, that the blocks hold which a token reads of a long context; default: all",
     )
     options.add_argument(
         "--deterministic",
@@ -326,6 +326,14 @@ def rate(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {show(text)}")
+    return value
+
+
+def share(text: str) -> float:
+    """Parse a positive number of at most 1."""
+    value = rate(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {show(text)}")
     return value
 
 

@@ -18,7 +18,7 @@ from fastinfer.engine.sampling_inputs import SamplingInputs, SamplingRows
 from fastinfer.engine.transfer import write_list
 from fastinfer.models.batch import Batch, FeatureSlots
 from fastinfer.models.image_tokens import ImageTokens
-from fastinfer.models.sparse_attention import DENSE_TOKENS, SparseRows
+from fastinfer.models.sparse_attention import DENSE_PAGES, SparseRows
 from fastinfer.ops.prompt import NO_ROW
 
 # Number of ranges of the block tables that a message to other ranks names; of more they copy everything.
@@ -95,6 +95,7 @@ class BatchInputs:
         has_states: whether the model has layers with linear attention, whose states are in slots.
         sparse_attention: share of their attention that the pages have which tokens attend to in layers with sparse
             attention; ``None`` if all attend to everything.
+        sparse_prompts: whether these are tokens of prompts, too.
         drops_rows: whether the model's last layers store nothing, so that they are computed for wanted rows alone.
         head_layers: number of layers of a draft head, which reads and writes features; 0 for other models.
         has_window_lens: whether layers with a window see less of a sequence than others, see
@@ -127,6 +128,7 @@ class BatchInputs:
         *,
         has_states: bool = False,
         sparse_attention: float | None = None,
+        sparse_prompts: bool = False,
         drops_rows: bool = False,
         head_layers: int = 0,
         has_window_lens: bool = False,
@@ -142,7 +144,7 @@ class BatchInputs:
         self._has_window_lens = has_window_lens
         self._has_block_places = has_block_places
         self.sparse_attention = sparse_attention
-        self._has_tiles = sparse_attention is not None and self.device.type == "cpu"
+        self._sparse_prompts = sparse_prompts
         self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self.drops_rows = drops_rows
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
@@ -150,7 +152,7 @@ class BatchInputs:
         last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
         feature_size = 2 * max_tokens if head_layers else 0
         dense_size = 0 if sparse_attention is None else max_seqs  # of prompts, beside tokens with sparse attention
-        tile_size = max_tokens + max_seqs + 1 if self._has_tiles else 0
+        tile_size = max_tokens + max_seqs + 1 if self._sparse_prompts else 0
         window_size = max_seqs if has_window_lens else 0
         place_size = max_tokens if has_block_places else 0
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
@@ -243,7 +245,7 @@ class BatchInputs:
         if self.sparse_attention is not None:
             lens = [length if c.is_prompt else 0 for c, length in zip(chunks, seq_lens, strict=True)]
             write_list(self._dense_lens.data, lens)
-        if self._has_tiles:
+        if self._sparse_prompts:
             self._place_tiles(chunks)
         if self._has_window_lens:
             write_list(self._window_lens.data, [c.start + c.num_tokens + len(c.drafts) for c in chunks])
@@ -444,16 +446,15 @@ class BatchInputs:
         """Return the tokens of a batch that attend to a part of the cache, if there are any."""
         num_generated = min(size.first_prompt_row, size.num_tokens)
         has_prompts = num_generated < size.num_tokens
-        if self.sparse_attention is None or not (num_generated or self._has_tiles):
+        if self.sparse_attention is None or not (num_generated or self._sparse_prompts):
             return None
         dense_lens = self._view(self._dense_lens, size.num_seqs) if has_prompts else None
         tile_start = None
-        if self._has_tiles and has_prompts:
+        if self._sparse_prompts and has_prompts:
             count = self._num_tiles(num_generated, size.num_tokens, size.num_seqs)
             tile_start = self._view(self._tile_start, count + 1)
-        num_dense_pages = DENSE_TOKENS // self._block_size
         row_start = self._row_start[: num_generated + 1]
-        return SparseRows(self.sparse_attention, num_dense_pages, num_generated, row_start, dense_lens, tile_start)
+        return SparseRows(self.sparse_attention, DENSE_PAGES, num_generated, row_start, dense_lens, tile_start)
 
     def digest(self, size: BatchSize) -> int:
         """Return a checksum of the tokens of a batch and their places, by which processes can compare their inputs."""
@@ -467,7 +468,7 @@ class BatchInputs:
             used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
         if self.sparse_attention is not None:
             used.append(self._dense_lens[: size.num_seqs].data)
-        if self._has_tiles:
+        if self._sparse_prompts:
             num_generated = min(size.first_prompt_row, size.num_tokens)
             used.append(self._tile_start[: self._num_tiles(num_generated, size.num_tokens, size.num_seqs) + 1].data)
         for memory in used:

@@ -23,8 +23,8 @@ REQUEST_LIMITS = (
 )
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
-# Blocks that a step has room for, where chunks of prompts end with a block: prompts get a quarter of the tokens at least,
-# and the first one half of that.
+# Blocks that a step has room for, where chunks of prompts end with a block: at least a quarter of the tokens are for
+# prompts, and half of that is for the first one.
 MIN_STEP_BLOCKS = 8
 MAX_GIB = 2.0**30
 # Values of options that a model does not support otherwise if it is not on one device of one process: with tensor
@@ -255,9 +255,14 @@ class EngineConfig:
         return self.kv_offloading_size is not None or self.kv_offloading_dir is not None
 
     @property
+    def sparse_prompts(self) -> bool:
+        """Whether tokens of prompts attend to chosen blocks, too: those of one block choose together."""
+        return self.sparse_attention is not None and self.device == "cpu"
+
+    @property
     def chunk_multiple(self) -> int:
-        """Number whose multiples the chunks of a prompt end at: the tokens of blocks, which choose what they attend to."""
-        return self.block_size if self.sparse_attention is not None and self.device == "cpu" else 1
+        """Number whose multiples the chunks of a prompt end at."""
+        return self.block_size if self.sparse_prompts else 1
 
     @property
     def max_num_rows(self) -> int:

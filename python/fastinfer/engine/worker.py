@@ -222,6 +222,7 @@ class Worker:
             device=config.device,
             has_states=self.model.config.states is not None,
             sparse_attention=config.sparse_attention,
+            sparse_prompts=config.sparse_prompts,
             drops_rows=self._drops_rows and self.model.config.num_storing_layers < self.model.config.num_layers,
             head_layers=self.model.config.num_layers if self.model.config.has_features else 0,
             has_window_lens=has_windows,

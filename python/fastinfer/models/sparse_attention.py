@@ -10,15 +10,15 @@ from fastinfer.models.config import KVShape, ModelConfig
 
 # The first layers of a model attend to everything: what they read is spread over the whole text.
 DENSE_LAYERS = 2
-# Rows that see no more tokens attend to them all: reading them takes little time.
-DENSE_TOKENS = 1024
+# Rows that see no more pages read them all: choosing some would take longer.
+DENSE_PAGES = 16
 KEY_CODES_DTYPE = torch.int32
 _CODES_PER_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The tokens of a batch that attend to chosen pages of the cache: the generated ones, and in tiles those of prompts.
+    """The tokens of a batch that attend to chosen pages of the cache: generated ones, and in tiles those of prompts.
 
     Attributes:
         share: share of their attention that the pages must have, see :func:`fastinfer.ops.select_pages`.
