@@ -14,6 +14,7 @@ from support.tiny_folder import write_tiny_folder
 from support.toy import always_speculate, check_blocks, drain
 
 from fastinfer import LLM, SamplingParams
+from fastinfer.engine import batch_inputs
 from fastinfer.errors import PromptTooLongError, RequestError, UnsupportedModelError
 from fastinfer.models.image_tokens import CONTENT_BIT
 from fastinfer.serving.prompt import prepare_chat
@@ -114,6 +115,15 @@ WAYS: dict[str, Callable[[Path], list[Any]]] = {
     "three copies": lambda folder: answers(load(folder), replace(PARAMS, n=3)),
     "without graphs": lambda folder: answers(load(folder, enforce_eager=True)),
 }
+
+
+def test_sparse_attention(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of prompts end with blocks, and before and behind images whose tokens see each other."""
+    monkeypatch.setattr(batch_inputs, "DENSE_PAGES", 3)
+    sparse = {"sparse_attention": 0.6, "block_size": 4}
+    expected = answers(load(folder, max_num_seqs=1, enable_prefix_caching=False, **sparse))
+    assert answers(load(folder, max_num_batched_tokens=37, **sparse)) == expected
+    assert twice(load(folder, **sparse)) == expected
 
 
 @pytest.mark.slow

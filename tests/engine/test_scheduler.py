@@ -15,9 +15,10 @@ def scheduler(
     max_num_seqs: int = 8,
     budget: int = 16,
     separates_roles: bool = False,
+    chunk_multiple: int = 1,
 ) -> Scheduler:
     manager = block_manager(num_blocks, block_size)
-    return Scheduler(manager, max_num_seqs, budget, separates_roles=separates_roles)
+    return Scheduler(manager, max_num_seqs, budget, separates_roles=separates_roles, chunk_multiple=chunk_multiple)
 
 
 def sequence(name: str, num_tokens: int, priority: int = 0) -> Sequence:
@@ -55,6 +56,23 @@ def test_a_prompt_is_cut_by_the_budget(budget: int) -> None:
         assert step == {"a": min(budget, 20 - computed)}
         computed += step["a"]
     assert run(s.schedule()) == {"a": 1}
+
+
+@pytest.mark.parametrize("budget", [32, 37, 64])
+@pytest.mark.parametrize("num_decodes", [0, 1, 7])
+def test_chunks_of_prompts_end_at_multiples(budget: int, num_decodes: int) -> None:
+    s = scheduler(budget=budget, max_num_seqs=12, chunk_multiple=4)
+    for index in range(num_decodes):
+        s.add(sequence(f"decode {index}", 1))
+    run(s.schedule())
+    prompts = [sequence(f"prompt {length}", length) for length in (53, 31, 2, 90)]
+    for prompt in prompts:
+        s.add(prompt)
+    while any(prompt.num_computed_tokens < prompt.num_prompt_tokens for prompt in prompts):
+        assert any(name.startswith("prompt") for name in run(s.schedule()))
+        for prompt in prompts:
+            computed = prompt.num_computed_tokens
+            assert computed % 4 == 0 or computed >= prompt.num_prompt_tokens
 
 
 def test_decodes_come_first_and_a_prompt_shares_the_step() -> None:

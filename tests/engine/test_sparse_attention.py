@@ -10,7 +10,7 @@ import torch
 from support import mixed_decoder
 from support.kv_files import wait_for_files
 from support.random_checkpoint import RandomCheckpoint, int4
-from support.toy import ToyTokenizer
+from support.toy import ToyTokenizer, drain
 from support.ways import PARAMS, PROMPTS, answers, preempted, twice, with_drafts
 
 from fastinfer import ops
@@ -18,6 +18,7 @@ from fastinfer.engine import batch_inputs
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import kv_cache_size
 from fastinfer.engine.engine import Engine
+from fastinfer.engine.prompt_layout import Piece, PromptLayout
 from fastinfer.errors import RequestError
 from fastinfer.models.config import KVShape, LatentAttentionConfig, ModelConfig, Precision
 from fastinfer.models.decoder import Decoder
@@ -116,7 +117,7 @@ def test_prompts_choose_pages(decoder: Decoder, monkeypatch: pytest.MonkeyPatch)
     rows.clear()
     engine.add_request(PROMPTS[2], PARAMS)
     engine.step()
-    assert rows[0] == [0, 1, *range(5, 38, 4), 37, 37]
+    assert rows[0] == [0, 1, *range(5, 38, 4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8])
@@ -151,6 +152,35 @@ def test_memory(decoder: Decoder) -> None:
     size = kv_cache_size(config, [decoder.config])
     layers = {id(layer): layer for layer in engine_of(decoder).worker.kv_cache}.values()
     assert size.num_bytes == sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
+
+
+def test_prompts_of_modules() -> None:
+    """Tiles end with blocks and where other blocks are seen, whatever is in the cache."""
+    decoder = make_decoder(num_layers=4, windows=(0, 0, 0, 0))
+    pieces = [
+        [
+            Piece(list(range(1, 30)), 0, True),
+            Piece([50], 29),
+            Piece(list(range(30, 50)), 31, True),
+            Piece([51] * 3, 51),
+        ],
+        [Piece(list(range(30, 50)), 31, True), Piece([7] * 9, 51)],
+    ]
+
+    def texts(engine: Engine, order: list[int]) -> list[Any]:
+        found: dict[int, Any] = {}
+        for index in order:
+            layout = PromptLayout(pieces[index], BLOCK_SIZE, 1)
+            name = engine.add_request(engine.validate(layout.token_ids, PARAMS, layout=layout), PARAMS)
+            [completion] = drain(engine)[name].outputs
+            found[index] = completion.token_ids, completion.logprobs
+        return [found[index] for index in sorted(found)]
+
+    expected = texts(engine_of(decoder), [0, 1])
+    assert texts(engine_of(decoder), [1, 0]) == expected
+    assert texts(engine_of(decoder, max_num_batched_tokens=33), [0, 1]) == expected
+    assert texts(engine_of(decoder, max_num_batched_tokens=33), [1, 0, 1, 0]) == expected
+    assert texts(engine_of(decoder, sparse_attention=None), [0, 1]) != expected
 
 
 def test_rows_read_a_part(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

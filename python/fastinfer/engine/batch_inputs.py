@@ -41,6 +41,8 @@ class BatchSize(NamedTuple):
             :class:`fastinfer.models.batch.LastRows`; ``ALL_ROWS`` if all do.
         first_wanted_prompt_row: as ``first_prompt_row``, among these rows.
         first_layer: first layer of a draft head that is computed, see :class:`fastinfer.models.batch.FeatureSlots`.
+        num_tiles: number of rows that choose what they attend to, if there are tiles of prompts among them, see
+            :class:`fastinfer.models.sparse_attention.SparseRows`; 0 otherwise.
     """
 
     num_seqs: int
@@ -51,6 +53,7 @@ class BatchSize(NamedTuple):
     num_wanted: int = ALL_ROWS
     first_wanted_prompt_row: int = NO_ROW
     first_layer: int = 0
+    num_tiles: int = 0
 
     @property
     def num_hidden(self) -> int:
@@ -152,7 +155,7 @@ class BatchInputs:
         last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
         feature_size = 2 * max_tokens if head_layers else 0
         dense_size = 0 if sparse_attention is None else max_seqs  # of prompts, beside tokens with sparse attention
-        tile_size = max_tokens + max_seqs + 1 if self._sparse_prompts else 0
+        tile_size = max_tokens + 1 if self._sparse_prompts else 0
         window_size = max_seqs if has_window_lens else 0
         place_size = max_tokens if has_block_places else 0
         longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
@@ -245,8 +248,7 @@ class BatchInputs:
         if self.sparse_attention is not None:
             lens = [length if c.is_prompt else 0 for c, length in zip(chunks, seq_lens, strict=True)]
             write_list(self._dense_lens.data, lens)
-        if self._sparse_prompts:
-            self._place_tiles(chunks)
+        num_tiles = self._place_tiles(chunks) if self._sparse_prompts else 0
         if self._has_window_lens:
             write_list(self._window_lens.data, [c.start + c.num_tokens + len(c.drafts) for c in chunks])
         if self._has_block_places:
@@ -286,7 +288,7 @@ class BatchInputs:
             self.insert_drawn(len(token_ids))
             self.has_unknown_tokens = False
         sizes = len(chunks), len(token_ids), len(logits), max(adapters) >= 0
-        return BatchSize(*sizes, num_wanted=num_wanted, first_layer=first_layer)
+        return BatchSize(*sizes, num_wanted=num_wanted, first_layer=first_layer, num_tiles=num_tiles)
 
     def pad(self, size: BatchSize, padded: BatchSize) -> None:
         """Pad the batch that was written last.
@@ -415,13 +417,13 @@ class BatchInputs:
                 writes[after - 1] = slots[-1]
             row = after
 
-    def _place_tiles(self, chunks: list[Chunk]) -> None:
-        """Write the first tokens of the rows that choose what they attend to, as if all chunks were of the last role.
+    def _place_tiles(self, chunks: list[Chunk]) -> int:
+        """Write the first tokens of the rows that choose what they attend to, and return the number of rows.
 
-        A tile of a prompt ends with its block, or before an image, where a chunk may end. So tiles do not depend on the
-        chunks. Those that are missing in the number of the batch's size are empty.
+        A tile of a prompt ends with its block, or beside an image, where a chunk may end. So tiles do not depend on the
+        chunks. There are none without prompts: each token is then a row.
         """
-        starts, generated, tokens = [0], 0, 0
+        starts, tokens = [0], 0
         for chunk in chunks:
             end = tokens + chunk.num_tokens + len(chunk.drafts)
             if chunk.is_prompt:
@@ -431,16 +433,9 @@ class BatchInputs:
                 starts += [*sorted(border for border in borders if tokens < border < end), end]
             else:
                 starts += range(tokens + 1, end + 1)
-                generated = end
             tokens = end
-        count = self._num_tiles(generated, tokens, len(chunks))
-        write_list(self._tile_start.data, starts + [tokens] * (count + 1 - len(starts)))
-
-    def _num_tiles(self, num_generated: int, num_tokens: int, num_seqs: int) -> int:
-        """Return the number of rows that a batch has at most."""
-        if num_generated == num_tokens:
-            return num_tokens
-        return num_generated + (num_tokens - num_generated) // self._block_size + num_seqs
+        write_list(self._tile_start.data, starts)
+        return len(starts) - 1 if chunks[-1].is_prompt else 0
 
     def _sparse_rows(self, size: BatchSize) -> SparseRows | None:
         """Return the tokens of a batch that attend to a part of the cache, if there are any."""
@@ -449,10 +444,7 @@ class BatchInputs:
         if self.sparse_attention is None or not (num_generated or self._sparse_prompts):
             return None
         dense_lens = self._view(self._dense_lens, size.num_seqs) if has_prompts else None
-        tile_start = None
-        if self._sparse_prompts and has_prompts:
-            count = self._num_tiles(num_generated, size.num_tokens, size.num_seqs)
-            tile_start = self._view(self._tile_start, count + 1)
+        tile_start = self._view(self._tile_start, size.num_tiles + 1) if size.num_tiles else None
         row_start = self._row_start[: num_generated + 1]
         return SparseRows(self.sparse_attention, DENSE_PAGES, num_generated, row_start, dense_lens, tile_start)
 
@@ -468,9 +460,8 @@ class BatchInputs:
             used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
         if self.sparse_attention is not None:
             used.append(self._dense_lens[: size.num_seqs].data)
-        if self._sparse_prompts:
-            num_generated = min(size.first_prompt_row, size.num_tokens)
-            used.append(self._tile_start[: self._num_tiles(num_generated, size.num_tokens, size.num_seqs) + 1].data)
+        if size.num_tiles:
+            used.append(self._tile_start[: size.num_tiles + 1].data)
         for memory in used:
             digest = zlib.crc32(memory, digest)
         return digest
