@@ -162,48 +162,45 @@ def plot_quantization(path: Path) -> None:
 def plot_sparse_attention(path: Path) -> None:
     results = load("sparse_attention.json")
     figure, (quality, speed) = make_figure(2, results, "python bench/bench_sparse_attention.py")
-    cases = [case for case in results["quality"] if case["block_size"] == 16]
+    cases = [case for case in results["quality"] if case["block_size"] == 32]
     for method, colour in (("estimates", BLUE), ("window", ORANGE), ("random", GREY)):
-        own = sorted((case["share"], case["kl"]) for case in cases if case["method"] == method)
-        shares, divergences = [f"1/{1 / share:.0f}" for share, _ in own], [kl for _, kl in own]
-        quality.plot(shares, divergences, "o-", color=colour, label=method)
-    quality.set_xlabel(f"pages read, of {results['context']:,} tokens")
+        own = sorted((100 * case["pages_read"], case["kl"]) for case in cases if case["method"] == method)
+        quality.plot(*zip(*own, strict=True), "o-", color=colour, label=method)
+    quality.set_xlabel(f"pages read, % of {results['context']:,} tokens")
     quality.set_ylabel("KL from dense attention, nats")
     quality.legend(frameon=False)
-    for share in sorted({case["share"] for case in results["time"]} - {None}):
-        own = [(case["context"], case["speedup"]) for case in results["time"] if case["share"] == share]
-        speed.plot([str(context) for context, _ in own], [gain for _, gain in own], "o-", label=f"1/{1 / share:.0f}")
-    speed.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    speed.set_xlabel("tokens before")
-    speed.set_ylabel("decode speed, times dense")
-    speed.legend(frameon=False, title="pages read")
+    for name, cases, colour in (("decoding", results["steps"], BLUE), ("prompt", results["whole_prompts"], ORANGE)):
+        for share, style in ((0.9, "o-"), (0.95, "o--")):
+            chosen = [case for case in cases if (case["block_size"], case["share"]) == (32, share)]
+            contexts, gains = [f"{case['context']:,}" for case in chosen], [case["speedup"] for case in chosen]
+            speed.plot(contexts, gains, style, color=colour, label=f"{name}, {share} of the attention")
+    speed.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    speed.set_xlabel("tokens before, or of the prompt")
+    speed.set_ylabel("times dense")
+    speed.legend(frameon=False)
     for axes in (quality, speed):
         axes.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
 
 
 def plot_sparse_attention_settings(path: Path) -> None:
-    results = load("sparse_attention_settings.json")
-    figure, (axes,) = make_figure(1, results, "python bench/bench_sparse_attention.py --only settings --tokens 256")
+    results = load("sparse_attention.json")
+    figure, (axes,) = make_figure(1, results, "python bench/bench_sparse_attention.py")
+    longest = max(case["context"] for case in results["steps"])
+    speeds = {(c["block_size"], c["share"]): c["speedup"] for c in results["steps"] if c["context"] == longest}
     for block_size, colour in ((8, BLUE), (16, ORANGE), (32, GREY)):
-        cases = [case for case in results["settings"] if case["block_size"] == block_size]
-        usual = sorted((case["speedup"], case["kl"]) for case in cases if case["dense_layers"] == 2)
-        axes.plot(*zip(*usual, strict=True), "-", color=colour)
-        for case in cases:
-            place, usual_layers = (case["speedup"], case["kl"]), case["dense_layers"] == 2
-            axes.plot(*place, "o", color=colour, markerfacecolor=colour if usual_layers else "white")
-            share = f"1/{1 / case['share']:.0f}" + ("" if usual_layers else f", {case['dense_layers']} dense layers")
-            right = usual_layers and block_size < 32  # what is left of the other lines has its names there
-            offset = (8 if right else -8, -10 if usual_layers else 4)
-            axes.annotate(share, place, offset, textcoords="offset points", ha="left" if right else "right")
+        cases = [c for c in results["quality"] if (c["block_size"], c["method"]) == (block_size, "estimates")]
+        places = sorted((speeds[block_size, case["share"]], case["kl"], case["share"]) for case in cases)
+        axes.plot([gain for gain, *_ in places], [kl for _, kl, _ in places], "o-", color=colour)
+        for gain, kl, share in places if block_size == 16 else ():
+            axes.annotate(f"{share} of the attention", (gain, kl), (8, -10), textcoords="offset points")
         axes.plot([], [], "o-", color=colour, label=f"{block_size} tokens a page")
     axes.axhline(0.02, color="black", linewidth=0.8, linestyle="--")
     axes.set_yscale("log")
-    axes.set_xlim(0.7, 2.8)
-    axes.set_ylim(0.0007, 0.2)
-    axes.set_xlabel("decode speed with 8,192 tokens before, times dense")
+    axes.set_xlim(1.5, 2.4)
+    axes.set_xlabel(f"decode speed with {longest:,} tokens before, times dense")
     axes.set_ylabel(f"KL from dense attention, nats\n({results['context']:,} tokens)")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper left")
     figure.savefig(path, dpi=120)
 
 

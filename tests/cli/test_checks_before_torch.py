@@ -73,6 +73,7 @@ CASES = {
     "router http://h:1 http://h:1/": "url: expected each server once, got http://h:1/ twice",
     "router http://h:1 --prefill-url http://h:1": "url: expected each server once, got http://h:1 twice",
     "router http://h:1 --beta 0": "--beta: expected a number above 0",
+    "generate --sparse-attention 512 hi": "--sparse-attention: expected a number above 0 and at most 1, got '512'",
     "router http://h:1 --ssl-keyfile x": "--ssl-certfile and --ssl-keyfile: expected both or none",
     "serve --response-cache nowhere": "--response-cache: expected 'off', 'memory' or the URL of a Redis",
     "serve --response-cache http://h:1": "--response-cache: Redis URL must specify one of the following schemes",

@@ -4,7 +4,7 @@ Tolerance: the error may be at most twice that of the naive attention in the dty
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -304,6 +304,25 @@ def test_rows_decode_and_prefill_alike(q_heads: int, kv_heads: int, head_dim: in
             "query_start": int32(0, rows.stop - rows.start),
         }
         assert_bitwise(ops.paged_attention(**(vars(batch) | cut)), together[rows])
+
+
+@bitwise_or_close
+@pytest.mark.parametrize("window", [0, 30])
+def test_each_head_has_a_length(window: int, dtype: torch.dtype, close: dict[str, float], device: str) -> None:
+    """As if the heads were alone, also where some see nothing and others do."""
+    lengths = [(1, 100), (0, 50), (19, 40), (3, 1025), (5, 2), (1, 33), (70, 170)]
+    batch = make_batch(lengths, dtype=dtype, device=device)
+    lens = (batch.seq_lens[:, None] - batch.seq_lens.new_tensor([0, 37, 15])).clamp(min=0)
+    tables = batch.block_table[:, None].expand(-1, 3, -1).contiguous()
+    sinks = torch.randn(9, device=device)
+    lse = torch.full(batch.q.shape[:2], torch.nan, device=device)
+    arguments = {"window": window, "sinks": sinks, "lse": lse}
+    found = replace(batch, block_table=tables, seq_lens=lens).run(**arguments)
+    for head in range(3):
+        own, alone_lse = slice(3 * head, 3 * head + 3), torch.full_like(lse, torch.nan)
+        alone = replace(batch, seq_lens=lens[:, head].contiguous()).run(**arguments | {"lse": alone_lse})
+        torch.testing.assert_close(found[:, own], alone[:, own], **close)
+        torch.testing.assert_close(lse[:, own], alone_lse[:, own], **close)
 
 
 @fp32_or_bf16
