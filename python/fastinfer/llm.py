@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,7 @@ class LLM:
         pipeline_parallel_size: number of stages, processes of this machine that compute the model together, each some
             of its layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What
             works with it, and when it pays: docs/pipeline-parallelism.md.
+        pipeline_parallel_layers: see :class:`fastinfer.engine.config.EngineConfig`.
         share: what this process shares with other replicas on a CPU; ``fastinfer serve --data-parallel-size`` sets it.
 
     Attributes:
@@ -159,6 +160,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         tensor_parallel_layout: Layout = "gather",
         pipeline_parallel_size: int = 1,
+        pipeline_parallel_layers: Sequence[int] | None = None,
         share: ReplicaShare | None = None,
     ) -> None:
         check_choice("dtype", dtype, DTYPES)
@@ -203,6 +205,7 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             tensor_parallel_layout=tensor_parallel_layout,
             pipeline_parallel_size=pipeline_parallel_size,
+            pipeline_parallel_layers=pipeline_parallel_layers,
         )
         if kv_offloading_dir is not None:
             prepare_folder(Path(kv_offloading_dir))  # before the weights are loaded, which takes longer
@@ -228,7 +231,7 @@ class LLM:
                     f"draft_model must be None with {tensor_parallel_size=} on GPUs, got {draft_model!r}"
                 )
             check_gpus([config.device_of(rank) for rank in range(tensor_parallel_size)])
-        stages = stages_of(checkpoints[0], pipeline_parallel_size)
+        stages = stages_of(checkpoints[0], pipeline_parallel_size, pipeline_parallel_layers)
         layer_places = place_model(checkpoints[0], places) if is_placed else ()
         size = _choose_kv_cache_size(config, checkpoints, share, layer_places)
         if draft_model is not None:

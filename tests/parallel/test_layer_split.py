@@ -93,6 +93,15 @@ def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
         stages_of(open_checkpoint(tmp_path), 5)
 
 
+def test_stages_of_chosen_layers(tmp_path: Path) -> None:
+    save_model(tmp_path, "falcon-h1")  # has attention beside Mamba-2: two layers share an input
+    checkpoint = open_checkpoint(tmp_path)
+    assert stages_of(checkpoint, 2, [4, 2]) == [range(4), range(4, 6)]
+    assert stages_of(checkpoint, 1, [6]) == [range(6)]
+    with pytest.raises(RequestError, match=r"must keep layer 3 in the stage of the layer before it, .*got \[3, 3\]"):
+        stages_of(checkpoint, 2, [3, 3])
+
+
 def test_layers_that_share_something_stay_together(tmp_path: Path) -> None:
     """Falcon-H1 has attention beside Mamba-2; the last layers of the other have no keys and values of their own."""
     save_model(tmp_path / "falcon", "falcon-h1")

@@ -79,6 +79,7 @@ def test_sums_of_ranks(folder: Path) -> None:
     [
         ({"tensor_parallel_layout": "sum"}, r"tensor_parallel_layout must be one of .*, got 'sum'"),
         ({"tensor_parallel_layout": "reduce", "max_loras": 1}, "max_loras must be 0 with .*'reduce', got 1"),
+        ({"tensor_parallel_layout": "reduce"}, "'reduce' needs a tensor_parallel_size of at least 2, got 1"),
     ],
 )
 def test_refused_layouts(options: dict[str, Any], message: str) -> None:

@@ -153,6 +153,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         metavar="N",
         help="processes of this machine that compute some layers each, on a CPU; default: 1",
     )
+    options.add_argument(
+        "--pipeline-parallel-layers",
+        action=EngineOption,
+        type=counts,
+        metavar="N,N",
+        help="number of layers of each of these processes; default: by the number of weights that a token uses",
+    )
     return options
 
 

@@ -1,6 +1,6 @@
 """Configuration of an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
 
@@ -119,6 +119,8 @@ class EngineConfig:
         pipeline_parallel_size: number of stages, processes that compute the model together, each some of its layers;
             with ``tensor_parallel_size`` as many processes for each stage. On a CPU alone, without
             ``async_scheduling``.
+        pipeline_parallel_layers: number of layers of each stage, from the first one on; ``None`` to divide them by the
+            number of weights that a token uses, the output layer included.
     """
 
     max_model_len: int | None = None
@@ -154,6 +156,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     tensor_parallel_layout: Layout = "gather"
     pipeline_parallel_size: int = 1
+    pipeline_parallel_layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -216,10 +219,22 @@ class EngineConfig:
         check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1, MAX_RANKS)
         if self.pipeline_parallel_size > 1:
             self._check_supported(STAGED, f"pipeline_parallel_size={self.pipeline_parallel_size}")
+        if self.pipeline_parallel_layers is not None:
+            self._check_stages(self.pipeline_parallel_layers)
+        if self.tensor_parallel_layout == "reduce" and self.tensor_parallel_size == 1:
+            raise RequestError("tensor_parallel_layout='reduce' needs a tensor_parallel_size of at least 2, got 1")
         if self.num_ranks > MAX_RANKS:
             raise RequestError(
                 f"tensor_parallel_size * pipeline_parallel_size must be at most {MAX_RANKS}, got {self.num_ranks}"
             )
+
+    def _check_stages(self, lengths: object) -> None:
+        """Check that each stage has a number of layers."""
+        name, count = "pipeline_parallel_layers", self.pipeline_parallel_size
+        if not isinstance(lengths, list | tuple) or len(lengths) != count:
+            raise RequestError(f"{name} must be a list of pipeline_parallel_size={count} integers, got {show(lengths)}")
+        for length in lengths:
+            check_int(name, length, 1, INT32_MAX)
 
     def _check_supported(self, supported: Mapping[str, tuple[object, ...]], feature: str) -> None:
         """Check that options have values that a feature supports."""

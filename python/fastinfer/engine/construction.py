@@ -202,6 +202,7 @@ def fingerprint_of_blocks(config: EngineConfig, models: List[ModelConfig], finge
         config.sparse_attention,
         # What ranks compute together, whose parts of a block follow each other.
         (config.tensor_parallel_size, config.tensor_parallel_layout, config.pipeline_parallel_size),
+        list(config.pipeline_parallel_layers or ()),
         [str(place) for place in config.places],
         # What decides how results are rounded.
         (__version__, torch.__version__, kernels, config.deterministic, config.max_loras > 0, str(config.lora_dtype)),

@@ -8,20 +8,24 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.layer_places import possible_ends
 from fastinfer.parallel.support import refuse_parts
+from fastinfer.utils.checks import show
 
 
-def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
+def stages_of(checkpoint: Checkpoint, num_stages: int, lengths: Sequence[int] | None = None) -> list[range]:
     """Return the layers of each stage of a model; a single stage may have any layers.
 
     Args:
         checkpoint: an open checkpoint.
         num_stages: number of stages.
+        lengths: number of layers of each stage; ``None`` for stages of about the same cost.
 
     Raises:
         UnsupportedModelError: the model has parts that stages do not share yet.
-        RequestError: the layers cannot form so many stages.
+        RequestError: the layers cannot form so many stages, or not those of ``lengths``.
     """
     config = checkpoint.config
+    if lengths is not None:
+        check_stages(config, lengths)
     if num_stages == 1:
         return [range(config.num_layers)]
     refuse_parts(checkpoint, "pipeline_parallel_size", num_stages)
@@ -31,8 +35,28 @@ def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
             f"pipeline_parallel_size must be at most {len(starts)}, the most stages that the layers of this model can "
             f"form, got {num_stages}"
         )
+    if lengths is not None:
+        return [range(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
     layers = [layer_cost(config, layer) for layer in range(config.num_layers)]
     return split_layers(layers, config.vocab_size * config.hidden_size, num_stages, starts)
+
+
+def check_stages(config: ModelConfig, lengths: Sequence[int]) -> None:
+    """Check that the layers of a model can be divided into stages of so many layers.
+
+    Raises:
+        RequestError: they cannot.
+    """
+    if sum(lengths) != config.num_layers:
+        raise RequestError(
+            f"pipeline_parallel_layers must add up to the model's {config.num_layers} layers, got {show(lengths)}"
+        )
+    for start in accumulate(lengths[:-1]):
+        if start not in stage_starts(config):
+            raise RequestError(
+                f"pipeline_parallel_layers must keep layer {start} in the stage of the layer before it, whose input, "
+                f"keys or values it needs, got {show(lengths)}"
+            )
 
 
 def stage_starts(config: ModelConfig) -> list[int]:
