@@ -25,11 +25,17 @@ QUIET = {"enable_access_log": False}
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """Return the application for ``serve run`` or for a configuration file of Ray Serve.
+    """Return the application for ``serve run`` or for a configuration file of Ray Serve, see :func:`application`."""
+    return application(args)
+
+
+def application(args: Mapping[str, Any], **deployment_options: Any) -> serve.Application:
+    """Return the application for ``serve.run``.
 
     Args:
         args: options of ``fastinfer serve`` without the dashes, such as ``{"model": "smollm2-135m-instruct",
             "threads": 4}``. A replica reserves as many CPUs as it has threads, and the GPUs of :func:`num_gpus`.
+        deployment_options: options of Ray for the deployment ``Engine``, such as ``autoscaling_config``.
 
     Raises:
         FastinferError: an option is wrong, or belongs to Ray.
@@ -37,20 +43,19 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     options = parse_options(args)
     options.threads = options.threads or len(os.sched_getaffinity(0))
     drain_s = options.drain_timeout + FAREWELL_S
-    engine = serve.deployment(
-        Engine,
-        name="Engine",
+    defaults = {
         # Ranks of tensor parallelism are processes of the replica: they share its threads, and are on its node.
-        ray_actor_options={"num_cpus": options.threads, "num_gpus": num_gpus(options.engine_options)},
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        max_queued_requests=MAX_QUEUED_REQUESTS,
-        graceful_shutdown_timeout_s=drain_s,
-        logging_config=QUIET,
-        request_router_config={
+        "ray_actor_options": {"num_cpus": options.threads, "num_gpus": num_gpus(options.engine_options)},
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        "max_queued_requests": MAX_QUEUED_REQUESTS,
+        "graceful_shutdown_timeout_s": drain_s,
+        "logging_config": QUIET,
+        "request_router_config": {
             "request_router_class": "fastinfer.ray_serve.prefix_router.PrefixRouter",
             "request_router_kwargs": {"beta": options.beta},
         },
-    )
+    }
+    engine = serve.deployment(Engine, name="Engine", **(defaults | deployment_options))
     gateway = serve.deployment(
         serve.ingress()(Gateway),
         name="Gateway",
