@@ -118,6 +118,20 @@ def test_new_prompts_go_round_while_nothing_runs() -> None:
     assert set(chosen.values()) == {10}
 
 
+def test_a_conversation_stays_where_it_is_while_nothing_else_runs() -> None:
+    """However many of the last requests have gone there."""
+    simulation = Simulation(8, num_kept=NUM_PREFIXES)
+    text, chosen = "", set[str]()
+    for number in range(50):
+        text += f"{number} " * 300
+        replica = choose(simulation.replicas, prompt(text), 1.0)
+        assert replica is not None
+        chosen.add(replica.name)
+        with replica.running(prompt(text)):
+            pass
+    assert len(chosen) == 1
+
+
 def test_an_overloaded_replica_changes_nothing_between_the_others() -> None:
     hot, *others = replicas(4)
     hot.load = 1000.0
