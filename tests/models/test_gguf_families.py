@@ -102,6 +102,7 @@ FAMILIES = (
     "lfm2-moe",
     "step3.7",
     "glm-dsa",
+    "kimi-linear-plain",
 )
 
 

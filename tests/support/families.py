@@ -791,3 +791,7 @@ FAMILIES |= {
         | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
     ),
 }
+FAMILIES |= {
+    # As GGUF files can say it: with as many heads in all layers.
+    "kimi-linear-plain": ("KimiLinear", KIMI | {"linear_num_heads": 6}),
+}

@@ -1,4 +1,4 @@
-"""How the usual converter writes Falcon-H1 and Nemotron-H, for :mod:`support.gguf_model_file`."""
+"""How the usual converter writes Falcon-H1, Nemotron-H and Kimi Linear, for :mod:`support.gguf_model_file`."""
 
 from typing import Any
 
@@ -92,3 +92,40 @@ def nemotron_h_name(name: str) -> str:
     if ".mixer.experts." in name:
         return name.replace("mixer.", "mlp.") + ".weight"
     return name.replace("model.", "backbone.", 1)
+
+
+def write_kimi_linear_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Layers with linear attention are those without key and value heads."""
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in config.layer_types])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_kda_head_dim(config.linear_head_dim)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
+
+
+def kimi_linear_tensors(name: str, values: Tensor) -> tuple[str, Tensor, list[tuple[str, Tensor]]]:
+    """Bring a tensor into the file's form, or the filters of a convolution, which become three of the file's tensors.
+
+    Returns:
+        the name that published files have, the tensor, and the tensors of a convolution with the file's names.
+    """
+    if name.endswith("conv1d.weight"):
+        parts = zip("qkv", values.chunk(3), strict=True)
+        stored = f"blk.{name.split('.')[2]}.ssm_conv1d_"
+        return name, values, [(f"{stored}{part}.weight", rows.view(1, len(rows), 1, -1)) for part, rows in parts]
+    values = -values.exp() if name.endswith("A_log") else values
+    return name.replace("forget_gate.", "").replace("dt_bias", "dt_proj.bias"), values, []

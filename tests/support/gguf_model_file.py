@@ -11,9 +11,11 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7RotaryEmbedding
 
 from support.gguf_hybrid_models import (
     falcon_h1_tensor,
+    kimi_linear_tensors,
     mamba2_tensor,
     nemotron_h_name,
     write_falcon_h1_config,
+    write_kimi_linear_config,
     write_nemotron_h_config,
 )
 
@@ -87,6 +89,7 @@ ARCHITECTURES = {
     "granitemoehybrid": ("granitehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID),
     "falcon_h1": ("falcon-h1", gguf.MODEL_ARCH.FALCON_H1),
     "nemotron_h": ("nemotron_h", gguf.MODEL_ARCH.NEMOTRON_H),
+    "kimi_linear": ("kimi-linear", gguf.MODEL_ARCH.KIMI_LINEAR),
     "nemotron_h with experts": ("nemotron_h_moe", gguf.MODEL_ARCH.NEMOTRON_H_MOE),
 }
 
@@ -206,6 +209,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         return
     if architecture.startswith("nemotron_h"):
         write_nemotron_h_config(writer, config)
+        return
+    if architecture == "kimi-linear":
+        write_kimi_linear_config(writer, config)
         return
     if architecture == "gpt2":
         writer.add_feed_forward_length(4 * config.hidden_size)
@@ -501,6 +507,10 @@ def _converted(
         values = values + 1
     if architecture == "falcon-h1":
         values = falcon_h1_tensor(name, values, config)
+    if architecture == "kimi-linear":
+        name, values, filters = kimi_linear_tensors(name, values)
+        if filters:
+            return filters
     if architecture.startswith("nemotron_h"):
         name, values = mamba2_tensor(nemotron_h_name(name), values, config.n_groups)
     if ".mamba." in name:

@@ -20,6 +20,7 @@ from fastinfer.models.structure import (
     HEAD_NORMS,
     INTERLEAVED,
     JOINT_NORMS,
+    KIMI_LINEAR,
     LATE_HEAD_NORMS,
     LATENT,
     LAYER_NORMS,
@@ -49,6 +50,7 @@ class Architecture:
         mlp_norm: the file's name of the norm before the MLP.
         names: the file's names of other parts, where they are not the usual ones.
         suffixes: ends of the names of vectors, likewise.
+        conv_parts: names of the filters of queries, keys and values, in files that do not have them as one tensor.
         truncated_yarn: whether the limits of YaRN's ramp are rounded to whole dimensions.
         activation, gated, qkv_bias: see :class:`fastinfer.models.config.ModelConfig`.
         sigmoid_router: whether experts are chosen by sigmoids if the file does not say it.
@@ -70,6 +72,7 @@ class Architecture:
     mlp_norm: str = "ffn_norm"
     names: Mapping[str, str] = field(default_factory=dict)
     suffixes: Mapping[str, str] = field(default_factory=dict)
+    conv_parts: tuple[str, ...] = ()
     truncated_yarn: bool = True
     activation: str = "silu"
     gated: bool = True
@@ -105,6 +108,17 @@ _DFLASH = {
 } | {
     name: name
     for name in ("fc", "selector_hidden", "selector_predecessor", "selector_successor", "markov_w1", "markov_w2")
+}
+
+_KIMI_DELTA = {
+    "in_proj_q": "attn_q",
+    "in_proj_k": "attn_k",
+    "in_proj_v": "attn_v",
+    "in_proj_a": "ssm_f_a",
+    "in_proj_a_up": "ssm_f_b",
+    "in_proj_z": "ssm_g_a",
+    "in_proj_z_up": "ssm_g_b",
+    "out_proj": "attn_output",
 }
 
 _INDEXER = {
@@ -147,6 +161,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm-dsa": Architecture(LATENT, names=_INDEXER, sigmoid_router=True),
     "mistral4": Architecture(LATENT, renormalizes=False),
     "minicpm3": Architecture(MINICPM3),
+    "kimi-linear": Architecture(
+        KIMI_LINEAR,
+        no_rope_period=1,
+        names=_KIMI_DELTA,
+        conv_parts=tuple(f"ssm_conv1d_{name}" for name in "qkv"),
+        sigmoid_router=True,
+    ),
     # Draft heads.
     "eagle3": Architecture(permuted=True, names={"feature_norm": "attn_norm_2", "fc": "fc"}),
     "dflash": Architecture(HEAD_NORMS, names=_DFLASH),

@@ -151,6 +151,8 @@ class GGUFCheckpoint:
         return f"{self._stored(name)}.weight" in self.file.tensors
 
     def linear(self, name: str, out_features: int, in_features: int) -> Dense | Int8 | GGUFRows:
+        if (parts := ARCHITECTURES[self.config.architecture].conv_parts) and name.endswith(".conv1d"):
+            return self._filters(name, parts, in_features)
         tensor, rows = self._rows(name, out_features, in_features)
         factor = self._factor(name, tensor)
         weight = read_rows(tensor.data[rows], tensor.type, tensor.name, exact=self._exact, factor=factor)
@@ -268,6 +270,20 @@ class GGUFCheckpoint:
         if tensor.shape != (shape[1:] if is_vector else shape):
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {shape}, got {tensor.shape}")
         return tensor, rows
+
+    def _filters(self, name: str, parts: tuple[str, ...], kernel_size: int) -> Dense:
+        """Read the filters of queries, keys and values, whose tensors may have further dimensions of one element."""
+        assert isinstance(self.config.states, LinearAttentionConfig)
+        filters = []
+        for part, size in zip(parts, self.config.states.qkv_sizes.values(), strict=True):
+            tensor = self._get(f"blk.{stored_layer(self.config, *split_name(name)[:2])}.{part}.weight")
+            if tensor.data.shape[0] != size or tensor.shape[-1] != kernel_size:
+                raise GGUFFormatError(
+                    f"{self.path}: tensor {tensor.name!r} must have the shape {(size, 1, kernel_size)}, "
+                    f"got {tensor.shape}"
+                )
+            filters.append(unpack_rows(tensor.data, tensor.type, tensor.name).dequantize())
+        return Dense(torch.cat(filters))
 
     def _factor(self, name: str, tensor: GGUFTensor) -> Tensor | None:
         """Return the number by which a weight in NVFP4 is multiplied; None if the file has none."""

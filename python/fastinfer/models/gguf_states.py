@@ -11,7 +11,7 @@ from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_nemotron import nemotron_h_layers
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
 from fastinfer.models.stored_layers import StoredLayers, split_layers
-from fastinfer.models.structure import FALCON_H1, NEMOTRON_H
+from fastinfer.models.structure import FALCON_H1, KIMI_LINEAR, NEMOTRON_H
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def state_layers(file: GGUFFile, architecture: str, num_blocks: int) -> StateLay
     if structure is NEMOTRON_H:
         stored, flags, sizes = nemotron_h_layers(file, architecture, num_blocks)
         return StateLayers(flags, stored, sizes)
-    if structure.short_convs or structure.mamba2:
+    if structure.short_convs or structure.mamba2 or structure is KIMI_LINEAR:
         flags, heads = _layers_without_heads(file, architecture, num_blocks)
         return StateLayers(flags, sizes={"attention.head_count_kv": heads})
     return StateLayers(_linear_layers(file, architecture, num_blocks))
@@ -84,6 +84,8 @@ def state_sizes(file: GGUFFile, architecture: str, hidden_size: int) -> StateCon
     structure = ARCHITECTURES[architecture].structure
     if structure.mamba2:
         return _mamba2(file, architecture)
+    if structure is KIMI_LINEAR:
+        return _kimi_delta_attention(file, architecture)
     if not structure.short_convs:
         return _linear_attention(file, architecture)
     key = f"{architecture}.shortconv.l_cache"
@@ -110,6 +112,17 @@ def _linear_attention(file: GGUFFile, architecture: str) -> LinearAttentionConfi
     if problem := sizes.unsupported(f"{prefix}.state_size", value_dim, f"{prefix}.conv_kernel"):
         raise UnsupportedModelError(f"{file.path}: {problem}")
     return sizes
+
+
+def _kimi_delta_attention(file: GGUFFile, architecture: str) -> LinearAttentionConfig:
+    """Return the same of layers with a decay for each channel, which have as many heads as the other layers."""
+    heads = file.get(f"{architecture}.attention.head_count", int, minimum=1, maximum=MAX_SIZE)
+    head_dim, kernel_size = f"{architecture}.kda.head_dim", f"{architecture}.ssm.conv_kernel"
+    dim, taps = (file.get(key, int, minimum=1, maximum=MAX_SIZE) for key in (head_dim, kernel_size))
+    sizes = LinearAttentionConfig(heads, heads, dim, dim, taps)
+    if problem := sizes.unsupported(head_dim, head_dim, kernel_size):
+        raise UnsupportedModelError(f"{file.path}: {problem}")
+    return sizes.with_channel_decays(dim)
 
 
 def _mamba2(file: GGUFFile, architecture: str) -> Mamba2Config:

@@ -40,15 +40,11 @@ def kimi_linear_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
     """Return the configuration with decays of channels, and without rotations."""
     states = config.states
     assert isinstance(states, LinearAttentionConfig)
-    states = replace(
-        states,
-        separate_projections=True,
-        channel_decay=True,
-        decay_rank=states.key_dim,
-        gate_rank=states.key_dim,
-        sigmoid_gate=True,
+    return replace(
+        config,
+        states=states.with_channel_decays(states.key_dim),
+        unrotated_layers=frozenset(range(config.num_layers)),
     )
-    return replace(config, states=states, unrotated_layers=frozenset(range(config.num_layers)))
 
 
 def _kinds(fields: JsonFields, published: JsonFields | None) -> list[object]:

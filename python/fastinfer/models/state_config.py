@@ -1,7 +1,9 @@
 """Configuration of layers that have a state instead of keys and values."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,17 @@ class LinearAttentionConfig:
     gate_rank: int = 0
     sigmoid_gate: bool = False
     decay_bound: float = 0.0
+
+    def with_channel_decays(self, rank: int) -> Self:
+        """Return the sizes of Kimi Delta Attention: a decay for each channel, and a sigmoid as gate of the output.
+
+        Args:
+            rank: number of elements between the two matrices of the projections of decays and of the gate; 0 for one
+                matrix each.
+        """
+        return replace(
+            self, separate_projections=True, channel_decay=True, decay_rank=rank, gate_rank=rank, sigmoid_gate=True
+        )
 
     @property
     def qkv_sizes(self) -> dict[str, int]:
