@@ -103,6 +103,8 @@ FAMILIES = (
     "step3.7",
     "glm-dsa",
     "kimi-linear-plain",
+    "llama4-published",
+    "deepseek-v3.2-mscale",
 )
 
 

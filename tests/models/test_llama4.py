@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import expected, load, make_model, some_tokens
+from support.families import expected, load, make_model, save_model, some_tokens
+from support.gguf_model_file import write_gguf
 from support.teacher_forcing import log_probabilities
 
 from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
+from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig
+from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import read_hf_config
 
 KINDS = ["full_attention"] * 5
@@ -110,3 +114,25 @@ def test_an_expert_gets_its_input_times_the_weight(tmp_path: Path) -> None:
     with torch.inference_mode():
         reference, _ = model.model.layers[1].feed_forward(normed[None])
     assert (out - reference).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("num_experts", [6, 128])
+def test_gguf_files_have_the_published_settings(num_experts: int, tmp_path: Path) -> None:
+    """They do not say them; Maverick, with 128 experts, does not normalise queries and keys."""
+    sizes = {"num_local_experts": num_experts, "use_qk_norm": num_experts != 128}
+    write_gguf(tmp_path / "model.gguf", save_model(tmp_path, "llama4-published", sizes))
+    config, other = read_gguf_config(GGUFFile(tmp_path / "model.gguf")), HFCheckpoint(tmp_path).config
+    assert config.windows == (8192, 8192, 8192, 0, 8192)
+    names = ("windows", "chunked_windows", "query_growth", "query_length", "query_offset", "growing_layers")
+    names += ("qk_norm", "unnormed_layers", "unrotated_layers", "router", "dense_layers", "shared_intermediate_size")
+    for name in names:
+        assert getattr(config, name) == getattr(other, name), name
+
+
+def test_gguf_files_that_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model("llama4-published"))
+    for key, value, got in (("expert_used_count", 2, 2), ("expert_count", 0, 0)):
+        file = GGUFFile(tmp_path / "model.gguf")
+        file.metadata[f"llama4.{key}"] = value
+        with pytest.raises(UnsupportedModelError, match=f"llama4.expert_used_count must be 1, got {got}"):
+            read_gguf_config(file)

@@ -794,4 +794,17 @@ FAMILIES |= {
 FAMILIES |= {
     # As GGUF files can say it: with as many heads in all layers.
     "kimi-linear-plain": ("KimiLinear", KIMI | {"linear_num_heads": 6}),
+    # As GGUF files can say it: with the published chunks and places of the layers, and equal factors.
+    "llama4-published": (
+        "Llama4",
+        {key: value for key, value in LLAMA4.items() if key != "attention_chunk_size"}
+        | {"no_rope_layer_interval": 4, "interleave_moe_layer_step": 2, "rope_parameters": {"rope_theta": 5e5}},
+    ),
+    "deepseek-v3.2-mscale": (
+        "DeepseekV32",
+        LATENT
+        | GROUPS
+        | INDEXER
+        | {"num_experts_per_tok": 3, "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 1.3}},
+    ),
 }

@@ -22,6 +22,7 @@ from support.gguf_hybrid_models import (
 # transformers' model_type to the file's architecture, and to gguf's table of names.
 ARCHITECTURES = {
     "llama": ("llama", gguf.MODEL_ARCH.LLAMA),
+    "llama4_text": ("llama4", gguf.MODEL_ARCH.LLAMA4),
     "qwen2": ("qwen2", gguf.MODEL_ARCH.QWEN2),
     "qwen3": ("qwen3", gguf.MODEL_ARCH.QWEN3),
     "qwen3_moe": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
@@ -70,6 +71,7 @@ ARCHITECTURES = {
     "deepseek_v2": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "deepseek_v3": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "glm_moe_dsa": ("glm-dsa", gguf.MODEL_ARCH.GLM_DSA),
+    "deepseek_v32": ("deepseek32", gguf.MODEL_ARCH.GLM_DSA),  # newer than gguf's tables, with the same names
     "mistral4": ("mistral4", gguf.MODEL_ARCH.MISTRAL4),
     "glm4_moe_lite": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "youtu": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
@@ -107,7 +109,7 @@ PERMUTED = (
     "nemotron_h_moe",
     "olmo",
 )
-LATENT = ("deepseek2", "glm-dsa", "mistral4")
+LATENT = ("deepseek2", "deepseek32", "glm-dsa", "mistral4")
 WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "cohere2moe", "mellum", "gpt-oss")
 WINDOWED += ("afmoe", "exaone-moe", "mimo2", "step35")
 
@@ -337,6 +339,10 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if architecture == "llama4":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+        writer.add_feed_forward_length(config.intermediate_size_mlp)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if architecture == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
     if architecture in ("glm4moe", "minimax-m2", "lfm2moe", "dots1"):
@@ -451,11 +457,11 @@ def _write_latent_attention(writer: gguf.GGUFWriter, config: Any, is_fused: bool
         writer.add_value_length_mla(heads[1])
     if "mscale_all_dim" in rope:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
-    if config.model_type == "glm_moe_dsa":
+    if config.model_type in ("glm_moe_dsa", "deepseek_v32"):
         writer.add_indexer_head_count(config.index_n_heads)
         writer.add_indexer_key_length(config.index_head_dim)
         writer.add_indexer_top_k(config.index_topk)
-        # Newer than gguf's tables.
+    if config.model_type == "glm_moe_dsa":  # newer than gguf's tables
         writer.add_array("glm-dsa.attention.indexer.types", [kind == "full" for kind in config.indexer_types])
     if config.model_type == "youtu":  # without experts, but the keys are there
         writer.add_leading_dense_block_count(config.num_hidden_layers)
@@ -530,6 +536,8 @@ def _converted(
         return [(f"blk.{block}.attn_k_b.weight", keys.mT), (f"blk.{block}.attn_v_b.weight", values)]
     if name.endswith("sinks"):
         return [(f"blk.{name.split('.')[2]}.attn_sinks.weight", values)]
+    if architecture == "llama4" and ".experts." in name:  # [experts, in, out]
+        values = values.mT
     if name.endswith("experts.gate_up_proj"):
         gate, up = values.chunk(2, dim=1)
         block = name.split(".")[2]

@@ -25,6 +25,7 @@ from fastinfer.models.structure import (
     LATENT,
     LAYER_NORMS,
     LFM2,
+    LLAMA4,
     MELLUM,
     MIMO,
     MINICPM3,
@@ -131,6 +132,7 @@ _INDEXER = {
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(permuted=True),
     "mistral3": Architecture(permuted=True),
+    "llama4": Architecture(LLAMA4, no_rope_period=4, sigmoid_router=True, renormalizes=False, counts_dense=False),
     "qwen2": Architecture(qkv_bias=True),
     "qwen3": Architecture(HEAD_NORMS),
     "qwen2moe": Architecture(qkv_bias=True, renormalizes=False, shared_expert_gate=True),
@@ -159,6 +161,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),
     "glm-dsa": Architecture(LATENT, names=_INDEXER, sigmoid_router=True),
+    "deepseek32": Architecture(LATENT, names=_INDEXER, sigmoid_router=True),
     "mistral4": Architecture(LATENT, renormalizes=False),
     "minicpm3": Architecture(MINICPM3),
     "kimi-linear": Architecture(

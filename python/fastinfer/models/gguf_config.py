@@ -15,8 +15,9 @@ from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_experts import router, shared_intermediate_size
 from fastinfer.models.gguf_fields import windows_by_layer
 from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
-from fastinfer.models.gguf_indexer import glm_dsa_config
+from fastinfer.models.gguf_indexer import indexer_config
 from fastinfer.models.gguf_latent import latent_attention, latent_scale
+from fastinfer.models.gguf_llama4 import llama4_config
 from fastinfer.models.gguf_mimo import mimo_config, mimo_sizes
 from fastinfer.models.gguf_rope import query_growth, rope_scaling
 from fastinfer.models.gguf_states import state_layers, state_sizes
@@ -165,7 +166,13 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         scale = 0.5 if config.shared_intermediate_size else 1.0
         unrotated = config.unrotated_layers - config.dense_layers
         return replace(config, experts_scale=scale, unrotated_layers=unrotated)
-    steps = {"gemma4": gemma4_config, "glm-dsa": glm_dsa_config, "mimo2": mimo_config, "step35": step_config}
+    steps = {
+        "gemma4": gemma4_config,
+        "llama4": llama4_config,
+        "mimo2": mimo_config,
+        "step35": step_config,
+        **dict.fromkeys(("glm-dsa", "deepseek32"), indexer_config),
+    }
     finish = steps.get(architecture)
     return config if finish is None else finish(file, config)
 

@@ -10,7 +10,7 @@ from fastinfer.models.config import MAX_SIZE, IndexerConfig, ModelConfig
 from fastinfer.models.gguf_fields import check_length
 
 
-def glm_dsa_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
+def indexer_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
     """Return the configuration with an indexer in some layers, which the layers after them share.
 
     Raises:
@@ -34,7 +34,7 @@ def glm_dsa_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
         num_heads=size("head_count"),
         head_dim=size("key_length", latent.rotary_dim),
         top_k=size("top_k"),
-        interleaved_rope=True,
+        interleaved_rope=config.architecture == "glm-dsa",
         layers=tuple(layers),
     )
     return replace(config, indexer=indexer)

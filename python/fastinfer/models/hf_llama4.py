@@ -1,11 +1,10 @@
 """Reading of the fields of config.json that only Llama 4 has."""
 
-from dataclasses import replace
-
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
-from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig, RouterConfig
+from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
 from fastinfer.models.hf_fields import Sizes
+from fastinfer.models.layer_values import with_llama4_layers
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
 
@@ -52,15 +51,6 @@ def llama4_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
         raise UnsupportedModelError(
             f"{fields.path}: rotary scaling {config.rope_scaling.kind!r} is not implemented with use_qk_norm"
         )
-    return replace(
-        config,
-        windows=tuple(chunk if kind == CHUNKED else 0 for kind in kinds) if CHUNKED in kinds else (),
-        chunked_windows=CHUNKED in kinds,
-        query_growth=growth,
-        query_length=fields.get("floor_scale", int, minimum=1, maximum=MAX_SIZE),
-        query_offset=1,
-        growing_layers=config.unrotated_layers,
-        qk_norm="unit" if is_normed else "none",
-        unnormed_layers=config.unrotated_layers if is_normed else frozenset(),
-        router=RouterConfig("sigmoid", renormalize=False, scales_inputs=True),
-    )
+    windows = tuple(chunk if kind == CHUNKED else 0 for kind in kinds) if CHUNKED in kinds else ()
+    length = fields.get("floor_scale", int, minimum=1, maximum=MAX_SIZE)
+    return with_llama4_layers(config, windows, growth, length, is_normed=is_normed)

@@ -1,10 +1,10 @@
-"""Numbers of query heads and limits of SwiGLU that differ by layer, from files of any format."""
+"""Values that differ by layer, from files of any format: query heads, limits of SwiGLU, what Llama 4 has."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fastinfer.models.config import ModelConfig
+from fastinfer.models.config import ModelConfig, RouterConfig
 
 
 def with_heads(config: ModelConfig, heads: Sequence[int], path: Path, error: type[Exception]) -> ModelConfig:
@@ -31,4 +31,29 @@ def with_swiglu_limits(config: ModelConfig, experts: Sequence[float], shared: Se
         config,
         swiglu_limits=tuple(limits) if any(limits) else (),
         shared_swiglu_limits=tuple(shared) if any(shared) else (),
+    )
+
+
+def with_llama4_layers(
+    config: ModelConfig, windows: tuple[int, ...], growth: float, length: int, *, is_normed: bool
+) -> ModelConfig:
+    """Return the configuration with attention in chunks of the text, and in layers without positions growing queries.
+
+    Args:
+        config: the configuration, which has these layers.
+        windows: the length of each layer's chunks, 0 for attention to the whole text; empty for this in all layers.
+        growth, length: see :attr:`fastinfer.models.config.ModelConfig.query_growth`.
+        is_normed: whether rotated queries and keys are normalised.
+    """
+    return replace(
+        config,
+        windows=windows,
+        chunked_windows=bool(windows),
+        query_growth=growth,
+        query_length=length,
+        query_offset=1,
+        growing_layers=config.unrotated_layers,
+        qk_norm="unit" if is_normed else "none",
+        unnormed_layers=config.unrotated_layers if is_normed else frozenset(),
+        router=RouterConfig("sigmoid", renormalize=False, scales_inputs=True),
     )
