@@ -1,5 +1,7 @@
 """Operators of a linear attention layer in the sizes of Qwen3-Next, compared with transformers' torch code.
 
+The delta rule also with a decay for each channel, in the sizes of Kimi Linear, whose keys have as many heads as values.
+
 Decode steps read and write the states of their sequences, 2 MiB each; bytes are those of states alone.
 """
 
@@ -9,6 +11,10 @@ import torch
 from harness import Cases, Setting, cold_inputs, compare, main
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    chunk_kimi_delta_attention,
+    recurrent_kimi_delta_attention,
+)
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
@@ -35,10 +41,12 @@ def activations(setting: Setting, tokens: int, width: int) -> Tensor:
     return torch.randn(tokens, width, device=setting.device).to(dtype)
 
 
-def rule_inputs(setting: Setting, seqs: int, tokens: int) -> tuple[Tensor | float, ...]:
+def rule_inputs(setting: Setting, seqs: int, tokens: int, channels: bool) -> tuple[Tensor | float, ...]:
+    """The inputs of the delta rule; with ``channels`` each channel of a key has a decay, and each head a key."""
     state = torch.randn(seqs, HEADS, DIM, DIM, device=setting.device)
-    per_token = (activations(setting, seqs * tokens, width) for width in (CHANNELS, HEADS * DIM, HEADS, HEADS))
-    rates, bias, weight = torch.rand(HEADS), torch.randn(HEADS) - 3, torch.ones(DIM)
+    widths = (3 * HEADS * DIM, HEADS * DIM, HEADS * DIM, HEADS) if channels else (CHANNELS, HEADS * DIM, HEADS, HEADS)
+    per_token = (activations(setting, seqs * tokens, width) for width in widths)
+    rates, bias, weight = torch.rand(HEADS), torch.randn(widths[2]) - 3, torch.ones(DIM)
     model = (t.to(setting.device) for t in (rates, bias, weight))
     return (*per_token, *model, EPS, state, *step(setting, seqs, tokens))
 
@@ -63,6 +71,22 @@ def torch_rule(
     return (norm * F.silu(z.view(-1, DIM).float())).to(qkv.dtype).view(len(qkv), -1)
 
 
+def torch_channel_rule(
+    seqs: int, qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, rates: Tensor, bias: Tensor, weight: Tensor, *rest: Tensor
+) -> Tensor:
+    state = rest[1]
+    q, k, v = (part.reshape(seqs, -1, HEADS, DIM) for part in qkv.chunk(3, 1))
+    decay = (-rates.exp()[:, None] * F.softplus(a.float() + bias).view(-1, HEADS, DIM)).view(seqs, -1, HEADS, DIM)
+    rule = recurrent_kimi_delta_attention if len(qkv) == seqs else chunk_kimi_delta_attention
+    beta = b.sigmoid().view(seqs, -1, HEADS)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    o, last = rule(q, k, v, g=decay, beta=beta, initial_state=state, **options)
+    state.copy_(last)
+    o = o.reshape(-1, DIM).float()
+    norm = weight * o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS)
+    return (norm * z.view(-1, DIM).float().sigmoid()).to(qkv.dtype).view(len(qkv), -1)
+
+
 def conv_inputs(setting: Setting, seqs: int, tokens: int) -> tuple[Tensor | None, ...]:
     x = activations(setting, seqs * tokens, CHANNELS)
     weight, state = torch.randn(CHANNELS, KERNEL, device=setting.device), x.new_zeros(seqs, KERNEL - 1, CHANNELS)
@@ -82,7 +106,17 @@ def run(setting: Setting) -> Cases:
         label = f"sequences: {seqs}, tokens of each: {tokens}"
         cases[f"gated_delta_rule, {label}"] = compare(
             {"fastinfer": ops.gated_delta_rule, "transformers": partial(torch_rule, seqs)},
-            cold_inputs(partial(rule_inputs, setting, seqs, tokens)),
+            cold_inputs(partial(rule_inputs, setting, seqs, tokens, channels=False)),
+            repeats=setting.repeats,
+            bytes_moved=2 * seqs * HEADS * DIM * DIM * 4,
+            flops=7 * seqs * tokens * HEADS * DIM * DIM,
+        )
+        cases[f"gated_delta_rule with decays of channels, {label}"] = compare(
+            {
+                "fastinfer": partial(ops.gated_delta_rule, sigmoid_gate=True),
+                "transformers": partial(torch_channel_rule, seqs),
+            },
+            cold_inputs(partial(rule_inputs, setting, seqs, tokens, channels=True)),
             repeats=setting.repeats,
             bytes_moved=2 * seqs * HEADS * DIM * DIM * 4,
             flops=7 * seqs * tokens * HEADS * DIM * DIM,

@@ -69,6 +69,16 @@ KIMI = LATENT | {
     ),
     "unrotated_layers": {0, 1, 2},
 }
+# Decays with a bound, and latent attention with gates of heads.
+BAILING = LATENT | {
+    "state_layers": (True, False, True),
+    "states": LinearAttentionConfig(
+        4, 4, 48, 32, 4, separate_projections=True, channel_decay=True, sigmoid_gate=True, decay_bound=-5.0
+    ),
+    "output_gate": True,
+    "separate_gate": True,
+    "head_gate": True,
+}
 # The second layer chooses the tokens of the third, too. Some sequences are shorter than what is read.
 INDEXER = LATENT | {"indexer": IndexerConfig(5, 32, 10, interleaved_rope=False, layers=(0, 1, 1))}
 # Layers of different heads, the last two with the keys and values of the first two.
@@ -275,6 +285,7 @@ MODELS: dict[str, tuple[dict[str, Any], Form, str]] = {
     "gpt2": ({"rotary_dim": 0, "gated": False, "norm": "layer_norm", "mlp_bias": True}, lambda _, v: Dense(v), "auto"),
     "kimi, int4": (KIMI, lambda _, values: int4(values), "auto"),
     "kimi, bf16": (KIMI, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "bailing, int4": (BAILING, lambda _, values: int4(values), "auto"),
 }
 
 

@@ -279,7 +279,6 @@ def test_layers_that_do_not_know_positions(tmp_path: Path) -> None:
             {"shared_expert_combination_strategy": "max"},
             "shared_expert_combination_strategy must be average or sum, got 'max'",
         ),
-        ("BailingHybridForCausalLM", {}, "is not implemented: it needs a delta rule with a gate for each channel"),
         ("PhiMoEForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok must be 2, got 1"),
         (
             "PhiMoEForCausalLM",

@@ -26,6 +26,7 @@ from fastinfer.models.state_config import LinearAttentionConfig
 
 LINEAR_FAMILIES = ["qwen3.5", "qwen3.5-few", "qwen3.5-moe", "qwen3-next", "qwen3-next-plain"]
 LINEAR_FAMILIES += ["olmo-hybrid", "olmo-hybrid-plain", "kimi-linear", "kimi-linear-groups"]
+LINEAR_FAMILIES += ["bailing-hybrid", "bailing-hybrid-other"]
 
 
 def expected_logits(model: Any) -> Tensor:

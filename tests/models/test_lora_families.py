@@ -161,6 +161,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "gates of heads, of channels in layers with linear attention": (
+        "bailing-hybrid",
+        {
+            "target_modules": ["q_proj", "k_proj", "f_proj", "b_proj", "g_proj", "o_proj", "kv_b_proj", "up_proj"],
+            "r": 3,
+        },
+    ),
     "short convolutions": (
         "lfm2-biases",
         {"target_modules": ["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"], "r": 3},

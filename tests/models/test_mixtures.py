@@ -132,7 +132,6 @@ def test_values_smaller_than_keys(tmp_path: Path) -> None:
     ("name", "missing"),
     [
         ("MiniMaxM3SparseForConditionalGeneration", "sparse attention to blocks that an index of the keys chooses"),
-        ("BailingHybridForCausalLM", "a delta rule with a gate for each channel"),
         ("PaliGemmaForConditionalGeneration", "attention in both directions within a prompt"),
     ],
 )

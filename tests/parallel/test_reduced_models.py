@@ -66,6 +66,7 @@ FAMILIES = [
     "laguna",
     "kolibri",
     "kimi-linear",
+    "bailing-hybrid",
 ]
 
 

@@ -32,6 +32,7 @@ FAMILIES = [
     "deepseek-v2",
     "mimo-v2-flash",
     "kimi-linear",
+    "bailing-hybrid",
 ]
 # The norm of all heads needs a KV head for each rank.
 CASES = [*((family, size) for family in FAMILIES for size in (2, 3)), ("olmo-hybrid", 2)]

@@ -71,6 +71,7 @@ DIVIDED = [
     "kolibri",
     "kimi-linear",
     "kimi-linear-groups",
+    "bailing-hybrid",
 ]
 
 

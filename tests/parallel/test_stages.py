@@ -73,6 +73,7 @@ FAMILIES = [
     "phi",
     "cohere2-moe",
     "kimi-linear",
+    "bailing-hybrid",
 ]
 
 

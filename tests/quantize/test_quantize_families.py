@@ -80,12 +80,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "laguna-elements": SHARED,
     "kolibri": SHARED,
     "kimi-linear": LATENT | {"q_lora_rank": None, "linear_head_dim": 32, "linear_num_heads": 4},
+    "bailing-hybrid": LATENT | {"q_lora_rank": None, "num_attention_heads": 8, "num_key_value_heads": 8},
 }
 # Stay dense: what chooses experts or tokens, gates of heads, matrices that latent attention applies transposed,
 # convolutions.
 DENSE = ("embed", "lm_head", "router", ".gate.", "expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba", "kv_b_proj")
 DENSE += ("conv1d", "conv.conv", "linear_attn.a_proj", "linear_attn.b_proj", "indexer.", "vision_model.", "projector")
-DENSE += ("f_a_proj", "f_b_proj", "self_attn.b_proj", "A_log")
+DENSE += ("f_a_proj", "f_b_proj", "self_attn.b_proj", "attention.f_proj", "attention.b_proj", "A_log")
 
 
 def texts() -> list[list[int]]:

@@ -130,6 +130,17 @@ KIMI = {key: value for key, value in LATENT.items() if key != "q_lora_rank"} | {
     "routed_scaling_factor": 1.5,
 }
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+BAILING = {key: value for key, value in LATENT.items() if key != "q_lora_rank"} | {
+    "num_hidden_layers": 7,
+    "initializer_range": 0.06,
+    "head_dim": 32,
+    "layer_group_size": 3,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "kda_lower_bound": -3.0,
+}
 GROWTH = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 40}
 GROWING = {**MSCALE, **GROWTH}
 MINICPM3_ROPE = {**LONGROPE, "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 5.0, 6.0]}
@@ -806,5 +817,14 @@ FAMILIES |= {
         | GROUPS
         | INDEXER
         | {"num_experts_per_tok": 3, "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 1.3}},
+    ),
+    "bailing-hybrid": ("BailingHybrid", BAILING),
+    "bailing-hybrid-other": (
+        "BailingHybrid",
+        BAILING
+        | {"q_lora_rank": 56, "kda_safe_gate": False, "short_conv_kernel_size": 3, "num_hidden_layers": 4}
+        | {"layer_types": [f"{kind}_attention" for kind in ("full", "linear", "linear", "full")]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "moe_renormalize": False}
+        | {"n_shared_experts": 2, "n_group": 1, "topk_group": 1, "rope_parameters": MSCALE},
     ),
 }

@@ -41,9 +41,10 @@ _LAYER = {
     "self_attn.g_b_proj": "in_proj_z_up",
     "self_attn.forget_gate.f_a_proj": "in_proj_a",
     "self_attn.forget_gate.f_b_proj": "in_proj_a_up",
+    "self_attn.forget_gate.f_proj": "in_proj_a",  # Bailing hybrid
     **{f"{owner}.{name}": name for owner in ("mamba", "conv", "mixer") for name in ("in_proj", "out_proj")},
     "self_attn.out_proj": "o_proj",  # LFM2
-    "self_attn.g_proj": "output_gate",  # LFM3, Step 3.5, Laguna
+    "self_attn.g_proj": "output_gate",  # LFM3, Step 3.5, Laguna, Bailing hybrid
     "self_attn.gate_proj": "output_gate",  # AFMoE, Muse Glimmer
     **{f"feed_forward.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},  # Falcon-H1
     "feed_forward.w1": "gate_proj",

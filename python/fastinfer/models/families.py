@@ -7,6 +7,7 @@ from fastinfer.models.checkpoint import XIELU_PARAMETERS
 from fastinfer.models.structure import (
     AFMOE,
     AXK1,
+    BAILING_HYBRID,
     COHERE,
     EXAONE4,
     EXAONE_MOE,
@@ -507,10 +508,8 @@ _STEP = Family(
         "topk_group": 1,
     },
 )
-_CHANNEL_GATES = "a delta rule with a gate for each channel"
 # What other architectures need that is not implemented.
 MISSING = {
-    "BailingHybridForCausalLM": _CHANNEL_GATES,
     "MistralLarge4ForConditionalGeneration": "attention to chosen tokens, and latents that layers share",
     "PaliGemmaForConditionalGeneration": "attention in both directions within a prompt",
     **dict.fromkeys(
@@ -1094,6 +1093,44 @@ FAMILIES: dict[str, Family] = {
         # As transformers writes it.
         other_names={name: f"block_sparse_moe.{name}" for name in _EXPERT},
         conv_parts=tuple(f"self_attn.{name}_conv1d" for name in ("q", "k", "v")),
+    ),
+    "BailingHybridForCausalLM": Family(
+        {
+            name: stored.replace("self_attn.", "attention.")
+            for name, stored in (_LAYER | _LATENT_LAYER | _KIMI_DELTA_LAYER).items()
+        }
+        | {
+            "o_proj": "attention.dense",
+            "out_proj": "attention.dense",
+            # Of layers with linear attention, and of the others.
+            "in_proj_z": "attention.g_proj",
+            "output_gate": "attention.g_proj",
+            "in_proj_a": "attention.f_proj",
+            "router_bias": "mlp.gate.expert_bias",
+        },
+        top=_TOP | {"embedding": "model.word_embeddings"},
+        structure=BAILING_HYBRID,
+        aliases={
+            "max_position_embeddings": "model_max_length",
+            "norm_topk_prob": "moe_renormalize",
+            "n_group": "num_expert_group",
+            "num_local_experts": "num_experts",
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+        },
+        sigmoid_router=True,
+        defaults={
+            **_DEEPSEEK_EXPERTS,
+            "head_dim": 128,
+            "rope_theta": 6e6,
+            "first_k_dense_replace": 2,
+            "layer_group_size": 6,
+            "short_conv_kernel_size": 4,
+            "kda_safe_gate": True,
+            "kda_lower_bound": -5.0,
+        },
+        fixed={"rope_interleave": True, "mlp_bias": False, "n_routed_experts": None},
+        conv_parts=tuple(f"attention.{name}_conv1d" for name in ("q", "k", "v")),
     ),
     "AriaTextForCausalLM": Family(
         _LAYER | {"router": "mlp.router"},

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import ModelConfig
+from fastinfer.models.hf_bailing import bailing_hybrid_config, prepare_bailing_hybrid
 from fastinfer.models.hf_cohere2_moe import cohere2_moe_config, cohere2_moe_structure, prepare_cohere2_moe
 from fastinfer.models.hf_experts import prepare_hunyuan_moe
 from fastinfer.models.hf_factors import afmoe_config, granite_config, hyperclovax_config, minicpm3_config, muse_config
@@ -124,6 +125,7 @@ STEPS: dict[str, Steps] = {
     "ArceeForCausalLM": Steps({"hidden_act": "relu2"}),
     # The activation of its experts, whatever the file says.
     "AriaTextForCausalLM": Steps({"hidden_act": "silu", "mlp_bias": False}),
+    "BailingHybridForCausalLM": Steps(prepare=prepare_bailing_hybrid, finish=bailing_hybrid_config),
     "CohereForCausalLM": Steps({"use_qk_norm": False}),
     "Cohere2MoeForCausalLM": Steps(
         prepare=prepare_cohere2_moe, structure=cohere2_moe_structure, finish=cohere2_moe_config

@@ -41,6 +41,8 @@ class LatentAttention:
     the value V_h c. They are never computed: with the query (q, s) a logit is q K_h c + s r, so K_h is applied to the
     queries, attention reads the cached rows as keys and values of a single head, and V_h is applied to its result.
 
+    The output may be multiplied by the sigmoid of a number for each head, as in Bailing hybrid.
+
     With an indexer each token reads the tokens that this has chosen, or the last layer before that has one.
 
     Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1; ``DeepseekV3Attention`` of transformers.
@@ -49,8 +51,8 @@ class LatentAttention:
         num_heads: number of query heads.
         sizes: sizes of the layer.
         norm: norm of the input.
-        down: projections of the input to the queries' latents, or to the queries, and to the row that is cached, with
-            their rows concatenated.
+        down: projections of the input to the queries' latents, or to the queries, to the row that is cached, and to
+            the gates of the output's heads, with their rows concatenated.
         query_norm: norm of the queries' latents, or ``None``.
         query: [num_heads * query_dim, query_rank], or ``None`` if queries have no latents.
         latent_norm: norm of the latents of keys and values.
@@ -62,6 +64,7 @@ class LatentAttention:
         head_ids: [1, num_heads] int32, the heads, which have matrices of their own in adapters.
         query_scales: [max_position] fp32, factors of the queries at each position, or ``None``.
         scale: factor of the logits.
+        gated: whether the heads of the output have gates.
         indexer: chooses the tokens that this layer reads, and those after it that have none; ``None`` for none.
     """
 
@@ -80,6 +83,7 @@ class LatentAttention:
     head_ids: Tensor
     query_scales: Tensor | None
     scale: float
+    gated: bool = False
     indexer: Indexer | None = None
 
     @property
@@ -98,10 +102,13 @@ class LatentAttention:
         sizes = self.sizes
         normed, norm_options = x, options = self.norm.before_linear(residual)
         first = sizes.query_rank or self.num_heads * sizes.query_dim
-        q, kv = self.down.split_linear(x, [first, sizes.row_dim], **options)
+        gate_sizes = [self.num_heads] if self.gated else []
+        q, kv, *gates = self.down.split_linear(x, [first, sizes.row_dim, *gate_sizes], **options)
         if lora is not None:
             lora.add("q_proj" if self.query is None else "q_a_proj", q, x, **options)
             lora.add("kv_a_proj", kv, x, **options)
+            for gate in gates:
+                lora.add("output_gate", gate, x, **options)
         if self.query is not None:
             assert self.query_norm is not None
             x, options = self.query_norm.before_linear(q)
@@ -135,7 +142,10 @@ class LatentAttention:
             values = self.values.linear(out.flatten(0, 1), plan.rows)
         if lora is not None:
             lora.add("heads.values", values, out.flatten(0, 1), self.head_ids)
-        return self.output(values.view(len(residual), -1), residual, lora)
+        out = values.view(len(residual), -1)
+        for gate in gates:
+            out = ops.sigmoid_gate(out, gate)
+        return self.output(out, residual, lora)
 
     def _attend(self, q: Tensor, batch: Batch, cache: LayerCache, plan: LatentPlan) -> Tensor:
         """Return the output of attention in the latents, [tokens, num_heads, rank]."""

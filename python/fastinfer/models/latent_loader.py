@@ -27,13 +27,14 @@ def load_latent_attention(
         query = reader.weight((f"{layer}.q_b_proj",), q_b, None)
         query_norm = RMSNorm(reader.vector(f"{layer}.q_a_norm", sizes.query_rank), NORM_EPS)
     first = {f"{layer}.q_a_proj": sizes.query_rank} if sizes.query_rank else {f"{layer}.q_proj": q_size}
+    gates = {f"{layer}.output_gate": config.gate_size(index)} if config.head_gate else {}
     keys, values = _key_and_value_matrices(reader, layer, sizes)
     return LatentAttention(
         num_heads=config.num_heads,
         sizes=sizes,
         norm=reader.pre_norm(f"{layer}.attention_norm"),
         # Whole rows of the first are normalised, and heads of it are rows: it must be contiguous.
-        down=reader.concatenated(first | {f"{layer}.kv_a_proj": sizes.row_dim}, has_bias=False, is_split=True),
+        down=reader.concatenated(first | {f"{layer}.kv_a_proj": sizes.row_dim} | gates, has_bias=False, is_split=True),
         query_norm=query_norm,
         query=query,
         latent_norm=RMSNorm(reader.vector(f"{layer}.kv_a_norm", sizes.rank), NORM_EPS),
@@ -47,6 +48,7 @@ def load_latent_attention(
         head_ids=torch.arange(config.num_heads, dtype=torch.int32, device=reader.device)[None],
         query_scales=tables.query_scales,
         scale=scale,
+        gated=config.head_gate,
         indexer=_indexer(reader, tables, index, sizes.query_rank),
     )
 

@@ -10,7 +10,11 @@ from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _BY_HEAD = {"query_key_value": ("q_proj", "k_proj", "v_proj")}
 # Modules of layers with a state that have the names of attention's in adapters of some families.
-_IN_STATES = {"q_proj": "in_proj_q", "k_proj": "in_proj_k", "v_proj": "in_proj_v", "o_proj": "out_proj"}
+_IN_STATES = {
+    **{f"{name}_proj": f"in_proj_{name}" for name in ("q", "k", "v")},
+    "o_proj": "out_proj",
+    "output_gate": "in_proj_z",
+}
 _BY_KEY_HEAD = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
 
 Sizes = dict[str, tuple[int, int]]
@@ -75,7 +79,8 @@ def _latent_sizes(config: ModelConfig, sizes: LatentAttentionConfig) -> Sizes:
     queries = {"q_a_proj": (hidden, rank), "q_b_proj": (rank, q_size)} if rank else {"q_proj": (hidden, q_size)}
     # Matrices of keys and values are those of each head, and those of keys are transposed, as they are applied.
     heads = {"heads.keys": (sizes.plain_dim, sizes.rank), "heads.values": (sizes.rank, sizes.value_dim)}
-    return queries | {"kv_a_proj": (hidden, sizes.row_dim)} | heads
+    gates = {"output_gate": (hidden, config.num_heads)} if config.head_gate else {}
+    return queries | {"kv_a_proj": (hidden, sizes.row_dim)} | gates | heads
 
 
 def _state_sizes(config: ModelConfig) -> Sizes:

@@ -49,11 +49,11 @@ def adapter_rows(division: Division, layer: int, module: str) -> Tensor | None:
     if part == "v_proj":  # whose values have as many elements as keys here
         part, name = "k_proj", name.replace("v_proj", "k_proj")
     rows = divided_rows(division, name.removesuffix("_dt"))
-    if division.config.output_gate and part in ("q_proj", "output_gate"):
-        config = division.config
+    config = division.config
+    if config.output_gate and config.latent_attention is None and part in ("q_proj", "output_gate"):
         size = config.gate_size(layer) if part == "output_gate" else config.q_size(layer)
         rows = [_query_rows(division, layer, size)]
-    elif part in ("in_proj", "in_proj_dt") and isinstance(division.config.states, Mamba2Config):
+    elif part in ("in_proj", "in_proj_dt") and isinstance(config.states, Mamba2Config):
         rows = rows[:-1] if part == "in_proj" else rows[-1:]
     return rows_of_rank(rows, division.rank) if rows else None
 
@@ -176,7 +176,8 @@ def _latent_sizes(division: Division) -> dict[str, int]:
     assert sizes is not None
     queries = "q_b_proj" if sizes.query_rank else "q_proj"
     both = sizes.plain_dim + sizes.value_dim
-    return {queries: sizes.query_dim, "kv_b_proj": both, "k_b_proj": sizes.rank, "v_b_proj": sizes.value_dim}
+    matrices = {queries: sizes.query_dim, "kv_b_proj": both, "k_b_proj": sizes.rank, "v_b_proj": sizes.value_dim}
+    return matrices | {"output_gate": 1}
 
 
 def _inner_tiles(division: Division, rows: int) -> Rows:
