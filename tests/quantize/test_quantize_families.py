@@ -86,7 +86,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # convolutions.
 DENSE = ("embed", "lm_head", "router", ".gate.", "expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba", "kv_b_proj")
 DENSE += ("conv1d", "conv.conv", "linear_attn.a_proj", "linear_attn.b_proj", "indexer.", "vision_model.", "projector")
-DENSE += ("f_a_proj", "f_b_proj", "self_attn.b_proj", "attention.f_proj", "attention.b_proj", "A_log")
+DENSE += ("f_a_proj", "f_b_proj", "self_attn.b_proj", ".f_proj", "A_log")
 
 
 def texts() -> list[list[int]]:
