@@ -1,4 +1,4 @@
-"""Models with latent attention on the CUDA kernels, emulated, against the CPU's in fp32; in any way to compute a request.
+"""Models with latent attention on the CUDA kernels, emulated, against the CPU's in fp32, however a request is computed.
 
 Among them whole models like Kimi Linear and Bailing hybrid, with linear attention and experts.
 """

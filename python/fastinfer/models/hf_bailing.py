@@ -1,4 +1,4 @@
-"""Reading of the fields of config.json that only Bailing hybrid has, as ``BailingHybridConfig`` of transformers does."""
+"""Reading of the fields of config.json that only Bailing hybrid has, as transformers' ``BailingHybridConfig`` does."""
 
 from dataclasses import replace
 
