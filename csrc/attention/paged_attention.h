@@ -64,8 +64,8 @@ struct PagedAttentionParams {
   }
 
   // The row of the block table, and of the lengths, that a sequence has for a KV head.
-  FASTINFER_HOST_DEVICE int64_t table_row(int seq, int kv_head) const {
-    return table_per_head ? int64_t{seq} * kv_heads + kv_head : seq;
+  FASTINFER_HOST_DEVICE int table_row(int seq, int kv_head) const {
+    return table_per_head ? seq * kv_heads + kv_head : seq;
   }
 
   // Number of lengths.
