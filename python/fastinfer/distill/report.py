@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from math import exp
+from math import exp, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,10 +38,14 @@ class Report:
     num_read: int
     speeds: dict[str, float] = field(default_factory=dict)
 
-    def gap_closed(self, point: Point) -> float:
-        """Return the closed share of the gap in loss to the teacher that the point's stage began with."""
+    def gap_closed(self, point: Point) -> float | None:
+        """Return the closed share of the gap in loss to the teacher that the point's stage began with.
+
+        ``None`` if there was none: a student with all layers, or one that is not the teacher's, may begin without.
+        """
         first = next(stage[0] for stage in self._stages() if point in stage)
-        return (first.judgement.loss - point.judgement.loss) / (first.judgement.loss - self.teacher_loss)
+        gap = first.judgement.loss - self.teacher_loss
+        return (first.judgement.loss - point.judgement.loss) / gap if gap > 0 else None
 
     def __str__(self) -> str:
         rows = [["", "layers", "tokens", "loss", "perplexity", "gap closed", "KL", "accepted as a draft"]]
@@ -59,8 +63,9 @@ class Report:
     def _row(self, point: Point) -> list[str]:
         judged = point.judgement
         numbers = [str(point.num_layers), str(point.num_tokens), f"{judged.loss:.3f}", f"{exp(judged.loss):.2f}"]
-        shares = [f"{self.gap_closed(point):.1%}", f"{judged.divergence:.3f}", f"{judged.acceptance:.1%}"]
-        return numbers + shares
+        closed = self.gap_closed(point)
+        share = "none to close" if closed is None else f"{closed:.1%}"
+        return [*numbers, share, f"{judged.divergence:.3f}", f"{judged.acceptance:.1%}"]
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -111,7 +116,8 @@ def plot(report: dict[str, Any], path: Path) -> Path:
     (gap, perplexity), (accepted, speed) = figure.subplots(2, 2)
     points = report["points"]
     minutes = [point["seconds"] / 60 for point in points]
-    gap.plot(minutes, [100 * point["gap_closed"] for point in points], "o-")
+    closed = [point["gap_closed"] for point in points]
+    gap.plot(minutes, [nan if share is None else 100 * share for share in closed], "o-")
     gap.set_ylabel("loss gap closed, %")
     perplexity.plot(minutes, [exp(point["judgement"]["loss"]) for point in points], "o-", label="student")
     perplexity.axhline(exp(report["teacher_loss"]), color="0.5", linestyle="--", label="teacher")

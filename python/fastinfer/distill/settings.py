@@ -13,6 +13,7 @@ DIVERGENCES = ("fkl", "rkl", "jsd", "lk")
 WHOLE = ("rkl", "lk")
 # For "fkl" that cosine was .988 on one text, and with 128 tokens .993.
 TOP_K = 128
+LOGIT_SETTINGS = ("divergence", "temperature", "top_k")
 SELF = "self"
 LAYERS = "layers:"
 
@@ -38,8 +39,8 @@ class Settings:
             ``WHOLE`` divergences.
 
     Raises:
-        RequestError: ``student`` or ``stages`` are not such lists, or not exactly one of them is given; or ``top_k`` is
-            given where whole distributions are recorded.
+        RequestError: ``student`` or ``stages`` are not such lists, or not exactly one of them is given; a setting of
+            the logit loss is given without it; or ``top_k`` is given where whole distributions are recorded.
     """
 
     teacher: str
@@ -60,6 +61,12 @@ class Settings:
             raise RequestError("expected one of student and stages, got both or none")
         if list(self.stages) != sorted(set(self.stages), reverse=True):
             raise RequestError(f"stages: expected descending numbers, got {','.join(map(str, self.stages))}")
+        if "logit" not in self.losses:
+            for name in LOGIT_SETTINGS:
+                if (value := getattr(self, name)) != getattr(Settings, name):
+                    raise RequestError(
+                        f"{name}: expected none without the loss logit, got {value} with {','.join(self.losses)}"
+                    )
         if self.top_k is not None and self.records_whole:
             raise RequestError(
                 f"top_k: expected none with the divergence {self.divergence}, which needs whole distributions, "

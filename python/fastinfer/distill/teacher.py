@@ -37,7 +37,7 @@ class Teacher:
         attention_layer: the layer whose queries, keys and values are recorded; ``None`` for none.
 
     Raises:
-        RequestError: the model cannot be recorded.
+        RequestError: the model cannot be recorded, or its context is shorter than a text.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Teacher:
         self.path: Path = hub.resolve(name)
         precision = Precision.of("auto", "cpu")
         checkpoint = open_checkpoint(self.path, precision.exact)
+        checkpoint.config.check_length(length)
         self.fingerprint = fingerprint([checkpoint], precision, length)
         model, self.tokenizer = load_model(checkpoint, max_model_len=length)
         assert isinstance(model, Decoder)

@@ -86,7 +86,7 @@ def read_texts(data: str, evaluation: str | None, teacher: Teacher, length: int)
         held_out = teacher.write(prompt, EVALUATION_SECTIONS, length, first_seed=-EVALUATION_SECTIONS)
     else:
         if len(sections) < 2:
-            raise RequestError(f"{data}: expected at least {2 * length} tokens, two sections, got {len(sections)}")
+            raise RequestError(f"{data}: expected at least two sections of {length} tokens, got {len(sections)}")
         count = min(EVALUATION_SECTIONS, len(sections) // 2)
         chosen = {index * len(sections) // count for index in range(count)}
         held_out = [sections[index] for index in sorted(chosen)]

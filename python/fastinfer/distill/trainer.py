@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -74,8 +75,9 @@ class Trainer:
         Raises:
             RequestError: the whole time is over before the first step of a stage, or the training diverges.
         """
-        batches = self._batches()
-        probe = self.shards[0]["ids"][:PROBE_SECTIONS].long()
+        shard = self.shards[0]
+        batches = self._batches(shard)
+        probe = shard["ids"][:PROBE_SECTIONS].long()
         for index, num_layers in enumerate(stages):
             drop_layers(self.student, num_layers, probe, self.objective.given, partial(self._check_time, num_layers))
             num_tokens = self.num_tokens
@@ -126,14 +128,13 @@ class Trainer:
                 "gradients are not finite"
             )
 
-    def _batches(self) -> Iterator[dict[str, Tensor]]:
+    def _batches(self, shard: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Yield the batches of a first shard, then those of the next ones."""
         generator = torch.Generator().manual_seed(0)
-        index = 0
-        while True:
-            shard = self.shards[index]
+        for index in count(1):
             for rows in torch.randperm(len(shard["ids"]), generator=generator).split(BATCH_SECTIONS):
                 yield {name: tensor[rows] for name, tensor in shard.items()}
-            index += 1
+            shard = self.shards[index]
 
     def _judge(self) -> None:
         self.student.model.eval()
