@@ -254,9 +254,11 @@ def plot_prompt_modules(path: Path) -> None:
 
 
 def plot_distillation(path: Path) -> None:
-    runs = {file.stem: load(f"distillation/{file.name}") for file in sorted((RESULTS / "distillation").glob("*.json"))}
-    figure, (gap, accepted) = make_figure(2, next(iter(runs.values())), "python examples/distill.py OUT --loss NAME")
-    for name, results in runs.items():
+    runs = [load(f"distillation/{file.name}") for file in sorted((RESULTS / "distillation").glob("*.json"))]
+    command = "texts and layers of examples/distill.py, --minutes 6 of CPU time, --loss NAME"
+    figure, (gap, accepted) = make_figure(2, runs[0], command)
+    for results in runs:
+        name = ",".join(results["settings"]["losses"])
         minutes = [point["seconds"] / 60 for point in results["points"]]
         gap.plot(minutes, [100 * point["gap_closed"] for point in results["points"]], "o-", label=name)
         accepted.plot(
@@ -265,7 +267,7 @@ def plot_distillation(path: Path) -> None:
     gap.set_ylabel("loss gap to the teacher closed, %")
     accepted.set_ylabel("accepted as a draft, %")
     for axes in (gap, accepted):
-        axes.set_xlabel("minutes since the start, loading included")
+        axes.set_xlabel("minutes of one thread's CPU time, loading included")
         axes.set_ylim(bottom=0)
         axes.legend(title="loss", frameon=False)
     figure.suptitle("SmolLM2 135M cut from 30 to 20 layers, on unseen text")
