@@ -38,7 +38,8 @@ class SelectLargest {
     return find_limit(count, rank, number, [](uint32_t) { return 1; });
   }
 
-  // The limit of the largest numbers whose amounts, amount(number) each, add up to at least `rank`, which all amounts do.
+  // The limit of the largest numbers whose amounts, amount(number) each, add up to at least `rank`, which all amounts
+  // do.
   template <class Number, class Amount>
   __device__ Limit find_limit(int count, int rank, const Number& number, const Amount& amount) const {
     Limit limit{0, rank};

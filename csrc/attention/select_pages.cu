@@ -28,7 +28,7 @@ namespace {
 // Of weights' bits, which are in the order of the weights, as these are not negative.
 using Choice = SelectLargest<kSelectThreads, kSelectDigitBits>;
 
-constexpr int kHeadsAtOnce = 4;              // that share a token's codes
+constexpr int kHeadsAtOnce = 4;           // that share a token's codes
 constexpr uint32_t kAlways = UINT32_MAX;  // in the place of the weight of a page that is read in any case
 
 // Selects the pages of one KV head of a token, by one block or by a part of them.
@@ -263,7 +263,6 @@ __global__ void __launch_bounds__(kSelectThreads, kSelectBlocks)
     if (!selection.estimate<T>()) return;
     chosen = selection.choose(out);
   }
-  for (int64_t i = chosen + static_cast<int>(threadIdx.x); i < p.max_blocks; i += kSelectThreads) out[i] = 0;
   if (threadIdx.x == 0) p.lens[blockIdx.x] = seen.count - (pages - chosen) * p.block_size;
 }
 

@@ -130,8 +130,8 @@ class PageSelection {
   // Hides the positions from `first` on, which lie in the last pages, from a row.
   void hide(int row, int first, int pages) const {
     for (int position = first; position < pages * p_.block_size; ++position) {
-      const int64_t place = halves_ ? position
-                                    : int64_t{position / p_.block_size} * vectors_ * kLanes + position % p_.block_size;
+      const int64_t place =
+          halves_ ? position : int64_t{position / p_.block_size} * vectors_ * kLanes + position % p_.block_size;
       logits_[row * stride_ + place] = -kInfinity;
     }
   }
@@ -334,7 +334,6 @@ void select_of_head(const SelectPagesParams& p, int64_t row, int head) {
       chosen = PageSelection(p, head).choose(begin, end, position, blocks, pages, out);
     }
   }
-  std::fill(out + chosen, out + p.max_blocks, 0);
   p.lens[row * p.kv_heads + head] = position + 1 - (pages - chosen) * p.block_size;
 }
 

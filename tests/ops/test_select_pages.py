@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,12 @@ def positions_of(batch: Batch) -> list[tuple[int, int]]:
         count = int(batch.query_start[sequence + 1] - batch.query_start[sequence])
         places += [(sequence, length - count + i) for i in range(count)]
     return places
+
+
+def select(*args: Any) -> tuple[Tensor, Tensor]:
+    """Select pages, and write zeros behind them, where the entries are undefined."""
+    (pages, lens), block_size = ops.select_pages(*args), args[5]
+    return pages * (torch.arange(pages.shape[2], device=pages.device) < -(-lens // block_size)[..., None]), lens
 
 
 def weights_of(q: Tensor, positions: list[int], codes: Tensor, blocks: Tensor, scale: float) -> Tensor:
@@ -102,7 +109,7 @@ def test_pages(
     batch = make_batch(lengths, q_heads, kv_heads, head_dim, block_size, dtype, device=device)
     codes, q = codes_of(batch), Guarded(batch.q)
     scale = 2 * head_dim**-0.5
-    pages, lens = ops.select_pages(q.view, codes, *ragged(batch), block_size, share, 4, scale)
+    pages, lens = select(q.view, codes, *ragged(batch), block_size, share, 4, scale)
     for token, (sequence, position) in enumerate(positions_of(batch)):
         count = position // block_size + 1
         blocks = batch.block_table[sequence, :count]
@@ -129,7 +136,7 @@ def test_rows_of_several_tokens(q_heads: int, kv_heads: int, block_size: int, dt
     # A NaN in a query that nobody looks at.
     q, looked_at = batch.q.clone(), [range(end - 1, begin - 1, -4) for begin, end in pairwise(row_start.tolist())]
     q[list(set(range(74)) - {token for row in looked_at for token in row})] = torch.nan
-    pages, lens = ops.select_pages(q, codes, *ragged(batch), block_size, 0.6, 0, scale, row_start)
+    pages, lens = select(q, codes, *ragged(batch), block_size, 0.6, 0, scale, row_start)
     assert pages.shape == (len(row_start) - 1, kv_heads, batch.block_table.shape[1])
     assert not lens[[0, -2, -1]].any()
     assert not pages[[0, -2, -1]].any()
@@ -202,14 +209,14 @@ def test_attention_to_chosen_pages(device: str, dtype: torch.dtype) -> None:
 def test_a_token_does_not_depend_on_the_others(device: str) -> None:
     batch = make_batch([(1, 900), (3, 513), (4, 700)], device=device)
     codes = codes_of(batch)
-    pages, lens = ops.select_pages(batch.q, codes, *ragged(batch), 16, 0.6)
+    pages, lens = select(batch.q, codes, *ragged(batch), 16, 0.6)
     for token, (sequence, position) in enumerate(positions_of(batch)):
         own = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([position + 1], [0, 1]))
         q, row = batch.q[token : token + 1], batch.block_table[sequence : sequence + 1].contiguous()
-        alone, lengths = ops.select_pages(q, codes, row, *own, 16, 0.6)
+        alone, lengths = select(q, codes, row, *own, 16, 0.6)
         assert_bitwise(alone[0], pages[token])
         assert_bitwise(lengths[0], lens[token])
-    first, _ = ops.select_pages(batch.q[:3], codes, *ragged(batch), 16, 0.6)  # the first of the queries
+    first, _ = select(batch.q[:3], codes, *ragged(batch), 16, 0.6)  # the first of the queries
     assert_bitwise(first, pages[:3])
 
 
@@ -217,13 +224,13 @@ def test_threads() -> None:
     torch.manual_seed(0)
     batch = make_batch([(1, 900), (3, 513), (4, 700)])
     codes = codes_of(batch)
-    assert_bitwise(*per_thread_count(lambda: ops.select_pages(batch.q, codes, *ragged(batch), 16, 0.6)[0]))
+    assert_bitwise(*per_thread_count(lambda: select(batch.q, codes, *ragged(batch), 16, 0.6)[0]))
 
 
 def test_queries_that_see_nothing(device: str) -> None:
     """The first queries of a sequence have no pages if it has more queries than positions."""
     batch = make_batch([(5, 2), (1, 20)], device=device)
-    _, lens = ops.select_pages(batch.q, codes_of(batch), *ragged(batch), 16, 0.9)
+    _, lens = select(batch.q, codes_of(batch), *ragged(batch), 16, 0.9)
     assert lens.tolist() == [[length] * 3 for length in (0, 0, 0, 1, 2, 20)]
 
 
@@ -232,14 +239,14 @@ def test_padding_of_a_recorded_step_reads_nothing(device: str) -> None:
     """Its tokens are behind those of all sequences, and its sequences have none."""
     batch = make_batch([(1, 900), (1, 513)], dtype=torch.bfloat16, device=device)
     codes = codes_of(batch)
-    expected, lens = ops.select_pages(batch.q, codes, *ragged(batch), 16, 0.6)
+    expected, lens = select(batch.q, codes, *ragged(batch), 16, 0.6)
     table = torch.full((4, batch.block_table.shape[1]), 2**30, dtype=torch.int32, device=device)
     table[:2] = batch.block_table
     ragged_lens = (
         torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([900, 513, 0, 0], [0, 1, 2, 2, 2])
     )
     q = torch.cat([batch.q, torch.full_like(batch.q, torch.nan)])
-    pages, padded_lens = ops.select_pages(q, codes, table, *ragged_lens, 16, 0.6)
+    pages, padded_lens = select(q, codes, table, *ragged_lens, 16, 0.6)
     assert_bitwise(pages[:2], expected)
     assert padded_lens.tolist() == [*lens.tolist(), [0] * 3, [0] * 3]
     out = ops.paged_attention(
@@ -253,10 +260,10 @@ def test_a_length_beyond_the_block_table_changes_nothing_else(device: str) -> No
     """The CPU refuses it. On a GPU the token itself gets pages of its row of the table."""
     batch = make_batch([(1, 900), (1, 513)], dtype=torch.bfloat16, device=device)
     codes = codes_of(batch)
-    expected, _ = ops.select_pages(batch.q, codes, *ragged(batch), 16, 0.6)
+    expected, _ = select(batch.q, codes, *ragged(batch), 16, 0.6)
     table = batch.block_table.clamp(0, len(batch.k_cache) - 1)  # its second row has no blocks behind the 33rd
     lengths = batch.seq_lens + batch.seq_lens.new_tensor([0, 9000])
-    pages, _ = ops.select_pages(batch.q, codes, table, lengths, batch.query_start, 16, 0.6)
+    pages, _ = select(batch.q, codes, table, lengths, batch.query_start, 16, 0.6)
     assert_bitwise(pages[0], expected[0])
     assert set(pages[1].flatten().tolist()) <= {0, *table[1].tolist()}
 
@@ -270,7 +277,7 @@ def test_equal_estimates_and_what_is_not_finite(device: str) -> None:
 
     def pages_for(share: float) -> list[int]:
         ops.store_key_codes(codes, keys, None, torch.arange(9, device=device))
-        pages, lens = ops.select_pages(q, codes, table, lengths, start, 1, share)
+        pages, lens = select(q, codes, table, lengths, start, 1, share)
         return pages.flatten()[: int(lens)].tolist()
 
     assert pages_for(0.33) == [0, 7, 8]
@@ -300,7 +307,7 @@ def test_a_channel_that_is_much_larger_hides_no_other(device: str) -> None:
     codes = torch.zeros(40, 1, 9, 4, dtype=torch.int32, device=device)
     ops.store_key_codes(codes, keys, None, torch.arange(160, device=device))
     ragged = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([range(40)], [160], [0, 1]))
-    pages, lens = ops.select_pages(q, codes, *ragged, 4, 0.9)
+    pages, lens = select(q, codes, *ragged, 4, 0.9)
     own = pages.flatten()[: int(lens) // 4].tolist()
     assert len(own) < 20
     assert len(wanted & set(own)) >= 4

@@ -216,10 +216,11 @@ def sparse_attention_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ..
     key_codes = torch.randint(-(2**31), 2**31, (7, 2, 9, 16)).int()
     key_codes[:, :, -1] = torch.rand(7, 2, 16).view(torch.int32)  # scales
     ragged = int32(4, 6, 0, 3, 5, 1, 2)[None], int32(105), int32(0, 3)
-    yield "select_pages", (q, key_codes, *ragged, 16, 0.5, 0, 0.125, None)
-    yield "select_pages", (q.float(), key_codes, *ragged, 16, 0.5, 9, 0.125, None)  # each token reads all
+    # Each token reads all pages: what is behind those that are chosen is undefined.
+    yield "select_pages", (q, key_codes, *ragged, 16, 1.0, 0, 0.125, None)
+    yield "select_pages", (q.float(), key_codes, *ragged, 16, 0.5, 9, 0.125, None)
     if cpu_alone:
-        yield "select_pages", (q, key_codes, *ragged, 16, 0.5, 0, 0.125, int32(0, 1, 3))
+        yield "select_pages", (q, key_codes, *ragged, 16, 0.5, 9, 0.125, int32(0, 1, 3))
     index, weights = k_cache[:, :, :1].contiguous(), torch.randn(3, 6)[:, 1:5]
     yield "select_tokens", (q, weights.bfloat16(), index, *ragged, 9)
     if cpu_alone:

@@ -201,7 +201,7 @@ def paged_attention_plan(
     inside that context.
 
     Args:
-        seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
+        seq_lens: [seqs] or [seqs, kv_heads] int32; cached length of each sequence, including this step's tokens.
         query_start: [seqs + 1] int32; cumulative query counts.
         q_heads, kv_heads, head_dim, window, chunked: the same as in the calls that will use the plan.
 

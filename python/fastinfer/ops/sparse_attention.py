@@ -91,8 +91,8 @@ def select_pages(
             sequence, at most ``block_size`` of them, or none. By default each token is a row. CPU only.
 
     Returns:
-        The pages, [rows, kv_heads, max_blocks] int32, with zeros past the length, and the number of positions in them,
-        [rows, kv_heads] int32.
+        The pages, [rows, kv_heads, max_blocks] int32, whose entries past the length are undefined, and the number of
+        positions in them, [rows, kv_heads] int32.
 
     Raises:
         RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit; ``share`` is not in (0, 1], or
