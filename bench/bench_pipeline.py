@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=hub.DEFAULT_MODEL)
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--layers", type=int, nargs="+", help="of each stage; default: by the number of weights")
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--chunk-tokens", type=int, default=128)
     parser.add_argument("--sequences", type=int, default=8)
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         "max_model_len": args.chunks * args.chunk_tokens + args.tokens + 16,
         "max_num_seqs": args.sequences,
     }
-    divided = LLM(args.model, pipeline_parallel_size=args.stages, **limits)
+    divided = LLM(args.model, pipeline_parallel_size=args.stages, pipeline_parallel_layers=args.layers, **limits)
     whole = LLM(args.model, **limits)  # with one thread, as this process has had since
     works: dict[str, Callable[[LLM], float]] = {
         f"prompt of {args.chunks} chunks": lambda llm: seconds(llm, 1, args.chunks * args.chunk_tokens, 1),
