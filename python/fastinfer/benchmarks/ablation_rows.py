@@ -114,7 +114,7 @@ ROWS = (
     Row(
         "sparse",
         "+ sparse attention",
-        "as long prompts, and each generated token attends to a part of the text",
+        "as long prompts, and tokens attend to a part of the text",
         "int4",
         prefix_caching=True,
         long_prompts=True,
