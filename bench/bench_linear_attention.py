@@ -5,6 +5,7 @@ The delta rule also with a decay for each channel, in the sizes of Kimi Linear, 
 Decode steps read and write the states of their sequences, 2 MiB each; bytes are those of states alone.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -54,7 +55,6 @@ def rule_inputs(setting: Setting, seqs: int, tokens: int, channels: bool) -> tup
 def torch_rule(
     seqs: int, qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, rates: Tensor, bias: Tensor, weight: Tensor, *rest: Tensor
 ) -> Tensor:
-    state = rest[1]
     q, k, v = (
         part.view(seqs, -1, part.shape[1] // DIM, DIM)
         for part in qkv.split([KEY_HEADS * DIM, KEY_HEADS * DIM, HEADS * DIM], 1)
@@ -62,29 +62,35 @@ def torch_rule(
     decay = (-rates.exp() * F.softplus(a.float() + bias)).view(seqs, -1, HEADS)
     q, k = (part.repeat_interleave(HEADS // KEY_HEADS, 2) for part in (q, k))  # as releases before 5.24 need
     rule = torch_recurrent_gated_delta_rule if len(qkv) == seqs else torch_chunk_gated_delta_rule
-    beta = b.sigmoid().view(seqs, -1, HEADS)
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    o, last = rule(q, k, v, g=decay, beta=beta, initial_state=state, **options)
-    state.copy_(last)
-    o = o.reshape(-1, DIM).float()
-    norm = weight * o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS)
-    return (norm * F.silu(z.view(-1, DIM).float())).to(qkv.dtype).view(len(qkv), -1)
+    return normed_rule(rule, (q, k, v), decay, b, rest[1], weight, F.silu(z.view(-1, DIM).float()))
 
 
 def torch_channel_rule(
     seqs: int, qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, rates: Tensor, bias: Tensor, weight: Tensor, *rest: Tensor
 ) -> Tensor:
-    state = rest[1]
     q, k, v = (part.reshape(seqs, -1, HEADS, DIM) for part in qkv.chunk(3, 1))
     decay = (-rates.exp()[:, None] * F.softplus(a.float() + bias).view(-1, HEADS, DIM)).view(seqs, -1, HEADS, DIM)
     rule = recurrent_kimi_delta_attention if len(qkv) == seqs else chunk_kimi_delta_attention
-    beta = b.sigmoid().view(seqs, -1, HEADS)
+    return normed_rule(rule, (q, k, v), decay, b, rest[1], weight, z.view(-1, DIM).float().sigmoid())
+
+
+def normed_rule(
+    rule: Callable[..., tuple[Tensor, Tensor]],
+    heads: tuple[Tensor, Tensor, Tensor],
+    decay: Tensor,
+    b: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    gate: Tensor,
+) -> Tensor:
+    """The output of a rule of transformers for queries, keys and values, normalised and times the gate."""
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    o, last = rule(q, k, v, g=decay, beta=beta, initial_state=state, **options)
+    beta = b.sigmoid().view(len(state), -1, HEADS)
+    o, last = rule(*heads, g=decay, beta=beta, initial_state=state, **options)
     state.copy_(last)
     o = o.reshape(-1, DIM).float()
     norm = weight * o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS)
-    return (norm * z.view(-1, DIM).float().sigmoid()).to(qkv.dtype).view(len(qkv), -1)
+    return (norm * gate).to(b.dtype).view(len(b), -1)
 
 
 def conv_inputs(setting: Setting, seqs: int, tokens: int) -> tuple[Tensor | None, ...]:

@@ -80,13 +80,13 @@ class SelectLargest {
       larger += is_own && own > limit.number;
       equal += is_own && own == limit.number;
     });
-    larger = sum(larger), equal = sum(equal);
+    larger = warp_sum(larger), equal = warp_sum(equal);
     if (lane() == 0) larger_of_[warp()] = larger, equal_of_[warp()] = equal;
     __syncthreads();
-    const int all_larger = sum(lane() < kWarps ? larger_of_[lane()] : 0);
-    const int all_equal = sum(lane() < kWarps ? equal_of_[lane()] : 0);
-    larger = sum(lane() < warp() ? larger_of_[lane()] : 0);
-    equal = sum(lane() < warp() ? equal_of_[lane()] : 0);
+    const int all_larger = warp_sum(lane() < kWarps ? larger_of_[lane()] : 0);
+    const int all_equal = warp_sum(lane() < kWarps ? equal_of_[lane()] : 0);
+    larger = warp_sum(lane() < warp() ? larger_of_[lane()] : 0);
+    equal = warp_sum(lane() < warp() ? equal_of_[lane()] : 0);
     for_each_round(begin, end, number, [&](int i, bool is_own, uint32_t own) {
       const bool is_larger = is_own && own > limit.number, is_equal = is_own && own == limit.number;
       const unsigned larger_lanes = __ballot_sync(kFullMask, is_larger), below = (1u << lane()) - 1;
@@ -109,11 +109,6 @@ class SelectLargest {
   }
   __device__ static int warp() {
     return thread() / kWarpSize;
-  }
-
-  __device__ static int sum(int value) {
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullMask, value, offset);
-    return value;
   }
 
   // Where a digit is counted: the digits of each lane lie in different banks.

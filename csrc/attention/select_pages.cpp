@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& codes, co
     check.dtype(*row_start, "row_start", ScalarType::Int);
     check.contiguous(*row_start, "row_start");
     rows = row_start->size(0) - 1;
-    check.require(rows >= 0, "row_start must have a start and an end");
+    check.require(rows >= 0, "row_start must have a start and an end, got no element");
   }
   const Tensor pages = new_tensor(block_table, {rows, kv_heads, max_blocks});
   const Tensor lens = new_tensor(block_table, {rows, kv_heads});

@@ -116,7 +116,7 @@ class PageSelection {
         }
         query_bytes()[head * (p_.head_dim / 4) + word] = static_cast<int>(bytes);
       }
-      for (int offset = kWarpSize / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
+      sum = warp_sum(sum);
       if (lane() == 0) {
         queries()[head] = {static_cast<int>(2 * kLargestKeyLevel) * sum,
                            p_.scale * scale.scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
@@ -209,20 +209,11 @@ class PageSelection {
       sum += own, present += always ? own : 0;
       logits_[page] = __uint_as_float(always || !(weight < INFINITY) ? kAlways : static_cast<uint32_t>(own));
     });
-    sum = block_total(sum), present = block_total(present);
-    return static_cast<int>(wanted_weight(sum, p_.share) - present);
-  }
-
-  // The sum over the block's threads, returned to all of them.
-  __device__ int block_total(int value) const {
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullMask, value, offset);
     auto* const totals = reinterpret_cast<int*>(numbers_);
+    sum = block_sum(sum, totals);
     __syncthreads();  // before numbers_ is used again
-    if (lane() == 0) totals[warp()] = value;
-    __syncthreads();
-    value = 0;
-    for (int i = 0; i < kSelectWarps; ++i) value += totals[i];
-    return value;
+    present = block_sum(present, totals);
+    return static_cast<int>(wanted_weight(sum, p_.share) - present);
   }
 
   __device__ float block_max(float value) const {

@@ -51,7 +51,7 @@ def test_logits_are_those_of_the_folder(sizes: dict[str, Any], is_fused: bool, t
 
 
 def test_matrices_in_8_bits(tmp_path: Path) -> None:
-    """Of projections between two matrices, too."""
+    """Projections that two matrices make are among them."""
     model = make_model(FAMILY, hidden_size=128, intermediate_size=160, moe_intermediate_size=64, kv_lora_rank=64)
     write_gguf(tmp_path / "dense.gguf", model)
     exact = logits_of(GGUFFile(tmp_path / "dense.gguf"))

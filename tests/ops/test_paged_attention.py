@@ -309,7 +309,7 @@ def test_rows_decode_and_prefill_alike(q_heads: int, kv_heads: int, head_dim: in
 @bitwise_or_close
 @pytest.mark.parametrize("window", [0, 30])
 def test_each_head_has_a_length(window: int, dtype: torch.dtype, close: dict[str, float], device: str) -> None:
-    """As if the heads were alone, also where some see nothing and others do."""
+    """Each head's result is the one it has alone, also where some see nothing and others do."""
     lengths = [(1, 100), (0, 50), (19, 40), (3, 1025), (5, 2), (1, 33), (70, 170)]
     batch = make_batch(lengths, dtype=dtype, device=device)
     lens = (batch.seq_lens[:, None] - batch.seq_lens.new_tensor([0, 37, 15])).clamp(min=0)

@@ -127,7 +127,7 @@ def test_pages(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "block_size"), [(9, 3, 16), (4, 4, 3), (12, 1, 32)])
 def test_rows_of_several_tokens(q_heads: int, kv_heads: int, block_size: int, dtype: torch.dtype) -> None:
-    """Of each row the last token is looked at, and every fourth before it; rows may be empty."""
+    """The last token of each row is looked at, and every fourth before it; rows may be empty."""
     torch.manual_seed(0)
     batch = make_batch([(1, 700), (40, 513), (0, 9), (33, 33)], q_heads, kv_heads, 64, block_size, dtype)
     codes, places, scale = codes_of(batch), positions_of(batch), 0.3

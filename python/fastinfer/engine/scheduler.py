@@ -71,8 +71,8 @@ class Scheduler:
         max_num_batched_tokens: maximum number of tokens in a step, drafts included.
         separates_roles: whether to separate tokens of prompts from generated ones, see
             :mod:`fastinfer.engine.roles`.
-        chunk_multiple: number whose multiples the chunks of a prompt end at, but for the last one; an eighth of
-            ``max_num_batched_tokens`` at most, so that a prompt always gets a chunk.
+        chunk_multiple: the chunks of a prompt end at a multiple of this number, but for the last one. It is at most
+            an eighth of ``max_num_batched_tokens``, so that a prompt always gets a chunk.
         num_in_flight: number of steps that are computed at the same time. If there are several, the decoding sequences
             are divided evenly among them, and one whose last token is not known yet is left out.
         clock: function that returns the time in seconds; a simulation has a clock of its own.

@@ -271,7 +271,7 @@ class Sequence:
 
         Args:
             end: index of the token behind the chunk, after the next one.
-            multiple: number whose multiples chunks within a prompt end at, or beside a bidirectional image.
+            multiple: chunks within a prompt end at a multiple of this number, or beside a bidirectional image.
         """
         if self.num_computed_tokens < end < self.num_prompt_tokens:
             borders = [] if self.images is None or multiple == 1 else self.images.borders

@@ -1,4 +1,4 @@
-"""What GGUF files of Llama 4 leave out, as in the published models."""
+"""Settings of Llama 4 that GGUF files leave out, with the values of the published models."""
 
 from dataclasses import replace
 
