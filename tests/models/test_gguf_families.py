@@ -105,6 +105,7 @@ FAMILIES = (
     "kimi-linear-plain",
     "llama4-published",
     "deepseek-v3.2-mscale",
+    "phimoe-published",
 )
 
 

@@ -3,12 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from support.families import LONGROPE, expected, make_model, some_tokens
+from support.gguf_model_file import write_gguf
 from support.teacher_forcing import log_probabilities
 from torch import Tensor
 
+from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig, Precision, RouterConfig
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.models.loader import load_decoder
@@ -48,6 +53,27 @@ def test_factor_of_rotations(tmp_path: Path) -> None:
     got = log_probabilities(
         load_decoder(HFCheckpoint(tmp_path), Precision.of("float32"), 200), some_tokens(), "float32"
     )
+    assert (got - expected(model, some_tokens())).abs().max() < 1e-4
+
+
+def test_gguf_file_with_long_rotations(tmp_path: Path) -> None:
+    """Its factor of rotations is what the file says, which the converter derives from the lengths."""
+    rope = {**MSCALES, "original_max_position_embeddings": 200}
+    model = make_model("phimoe-published", head_dim=16, rope_parameters=rope)
+
+    def write_rope(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("none")
+        writer.add_rope_scaling_orig_ctx_len(200)
+        writer.add_rope_scaling_attn_factors(1.3)
+        for kind in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(LONGROPE[f"{kind}_factor"], np.float32))
+
+    write_gguf(tmp_path / "model.gguf", model, more=write_rope)
+    checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"), exact=True)
+    assert checkpoint.config.rope_scaling.attention_factor == pytest.approx(1.3)
+    assert checkpoint.config.router == RouterConfig("sparsemixer", renormalize=False, jitter=0.01)
+    assert checkpoint.config.lm_head_bias
+    got = log_probabilities(load_decoder(checkpoint, Precision.of("float32"), 200), some_tokens(), "float32")
     assert (got - expected(model, some_tokens())).abs().max() < 1e-4
 
 

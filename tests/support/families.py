@@ -182,6 +182,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 8, "router_jitter_noise": 0.25, "attention_bias": True, "lm_head_bias": True}
         | {"sliding_window": 16},
     ),
+    # As GGUF files can say it: with the tolerance of the published model.
+    "phimoe-published": (
+        "Phimoe",
+        HEADS | {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True, "sliding_window": 16},
+    ),
     "phimoe-plain": ("Phimoe", {"num_local_experts": 5, "tie_word_embeddings": True}),
     "llama-yarn-untruncated": ("Llama", {"rope_parameters": {**YARN, "truncate": False}}),
     "llama-yarn-mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}}),

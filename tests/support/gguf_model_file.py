@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "cohere": ("command-r", gguf.MODEL_ARCH.COMMAND_R),
     "cohere2": ("cohere2", gguf.MODEL_ARCH.COHERE2),
     "phi3": ("phi3", gguf.MODEL_ARCH.PHI3),
+    "phimoe": ("phimoe", gguf.MODEL_ARCH.PHIMOE),
     "gpt2": ("gpt2", gguf.MODEL_ARCH.GPT2),
     "gpt_oss": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
     "qwen2_moe": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
@@ -110,7 +111,7 @@ PERMUTED = (
     "olmo",
 )
 LATENT = ("deepseek2", "deepseek32", "glm-dsa", "mistral4")
-WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "cohere2moe", "mellum", "gpt-oss")
+WINDOWED = ("gemma2", "gemma3", "phi3", "phimoe", "olmo2", "exaone4", "cohere2", "cohere2moe", "mellum", "gpt-oss")
 WINDOWED += ("afmoe", "exaone-moe", "mimo2", "step35")
 
 

@@ -206,6 +206,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2": Architecture(LFM2, names=_SHORT_CONV),
     "lfm2moe": Architecture(LFM2, names=_SHORT_CONV),
     "phi3": Architecture(),
+    "phimoe": Architecture(LAYER_NORMS),
     "gpt-oss": Architecture(
         GPT_OSS,
         mlp_norm="post_attention_norm",

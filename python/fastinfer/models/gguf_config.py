@@ -86,6 +86,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         num_kv_heads, head_dim = 1, latent.row_dim
     if architecture == "gptneox":
         structure = replace(structure, parallel=file.get("gptneox.use_parallel_residual", bool, True))
+    if architecture == "phimoe":
+        structure = replace(structure, lm_head_bias="output.bias" in file.tensors)
     if architecture == "cohere2moe" and "cohere2moe.attention.layer_norm_rms_epsilon" in file.metadata:
         structure = replace(structure, norm="rms_norm")
     if clamp := file.get(f"{architecture}.attention.clamp_kqv", float, 0.0):
@@ -93,7 +95,9 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     rotary_dim = 0 if family.learned_positions else size("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise GGUFFormatError(f"{file.path}: rotary size must be even and at most {head_dim}, got {rotary_dim}")
-    epsilon = "layer_norm_epsilon" if structure.norm == "layer_norm" else "layer_norm_rms_epsilon"
+    # Files of Phi-3.5-MoE name that of its LayerNorm as Phi-3's do.
+    has_mean = structure.norm == "layer_norm" and architecture != "phimoe"
+    epsilon = "layer_norm_epsilon" if has_mean else "layer_norm_rms_epsilon"
     num_experts = size("expert_count", 0)
     dense = _dense_layers(file, architecture, num_layers) if num_experts else frozenset()
     # The second names are those of Ollama's files of Gemma 3.

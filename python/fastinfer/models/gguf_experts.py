@@ -8,6 +8,8 @@ from fastinfer.models.gguf_architectures import ARCHITECTURES
 
 def router(file: GGUFFile, architecture: str) -> RouterConfig:
     """Return how the experts of a token are chosen."""
+    if architecture == "phimoe":  # whose files do not say the tolerance, which is that of the published model
+        return RouterConfig("sparsemixer", renormalize=False, jitter=0.01)
     family = ARCHITECTURES[architecture]
     has_bias = any(name.endswith((".exp_probs_b.bias", ".exp_probs_b")) for name in file.tensors)
     # The first files of GLM-4.7-Flash do not say it; DeepSeek-V2, whose scores are a softmax, has no bias.
