@@ -56,8 +56,8 @@ LATENT: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
 }
 # Name to family in tests/support/families.py and its sizes: Qwen3.5, its mixture of experts, Gemma 4, DeepSeek-V2-Lite,
-# the same with indexers of DeepSeek-V3.2, which choose among a benchmark's few tokens, LFM2, LFM3, Granite 4 and
-# gpt-oss.
+# the same with indexers of DeepSeek-V3.2, which choose among a benchmark's few tokens, LFM2, LFM3, Granite 4,
+# gpt-oss, Kimi Linear, Nemotron 3 Nano, Apertus 8B, Llama 4 and Laguna.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated-delta-net": ("qwen3.5", LINEAR | {"intermediate_size": 6144}),
     "gated-delta-net-experts": (
@@ -137,6 +137,75 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 4,
             "sliding_window": 128,
             "tie_word_embeddings": False,
+        },
+    ),
+    "channel-delta-net": (
+        "kimi-linear-plain",
+        {key: value for key, value in LATENT.items() if key not in ("q_lora_rank", "n_routed_experts")}
+        | {"num_local_experts": 16, "intermediate_size": 9216, "linear_num_heads": 16, "linear_head_dim": 128},
+    ),
+    "mamba2-experts": (
+        "nemotron-h-moe",
+        {
+            "hidden_size": 2688,
+            "layers_block_type": [
+                {"M": "linear_attention", "*": "full_attention", "E": "moe"}[kind] for kind in "MEMEM*EME"
+            ],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+        },
+    ),
+    "xielu": (
+        "apertus-plain",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
+    "chunked-attention-experts": (
+        "llama4-published",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "intermediate_size_mlp": 8192,
+            "num_hidden_layers": 4,
+            "interleave_moe_layer_step": 2,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_local_experts": 16,
+        },
+    ),
+    "gated-heads-experts": (
+        "laguna",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 32,
+            "num_attention_heads_per_layer": [32, 48, 48, 32, 48, 48],
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sliding_window": 512,
+            "num_experts": 16,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
     ),
 }
