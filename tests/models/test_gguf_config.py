@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.families import make_model
 from support.gguf_model_file import write_gguf
@@ -160,6 +161,20 @@ def test_windows_by_layer(tmp_path: Path) -> None:
     file.metadata["mellum.block_count"] = 6
     with pytest.raises(GGUFFormatError, match=r"sliding_window_pattern: expected 6 values, .* got 4"):
         read_gguf_config(file)
+
+
+def test_sizes_of_each_layer(tmp_path: Path) -> None:
+    """Files of Granite 4 without Mamba layers have them."""
+    file = written(tmp_path, "granite-plain", attention__head_count_kv=np.full(3, 2, np.uint32))
+    assert read_gguf_config(file).num_kv_heads == 2
+    for heads, error, named in (
+        ([2, 1, 2], UnsupportedModelError, r"granite\.attention\.head_count_kv must be the same in all layers, got \["),
+        ([2, 2], GGUFFormatError, r"head_count_kv: expected 3 values, one for each layer, got 2"),
+        ([0, 0, 0], GGUFFormatError, r"head_count_kv: expected sizes from 1, got \[0, 0, 0\]"),
+    ):
+        file.metadata["granite.attention.head_count_kv"] = np.array(heads, np.uint32)
+        with pytest.raises(error, match=named):
+            read_gguf_config(file)
 
 
 def test_clamped_queries_are_refused(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ FAMILIES = (
     "llama4-published",
     "deepseek-v3.2-mscale",
     "phimoe-published",
+    "granite-hybrid-attention-dense",
 )
 
 

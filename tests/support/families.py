@@ -453,6 +453,12 @@ FAMILIES |= {
         | MIXTURE
         | {"layer_types": ["full_attention"] * 5, "num_hidden_layers": 5, "position_embedding_type": "rope"},
     ),
+    "granite-hybrid-attention-dense": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID
+        | {"layer_types": ["full_attention"] * 5, "num_hidden_layers": 5, "position_embedding_type": "rope"}
+        | {"num_local_experts": 0, "tie_word_embeddings": True},
+    ),
     "granite-swa": (
         "GraniteSWA",
         GRANITE

@@ -25,7 +25,9 @@ def write_nemotron_h_config(writer: gguf.GGUFWriter, config: Any) -> None:
     width = config.moe_intermediate_size if has_experts else config.intermediate_size
     writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
     writer.add_rope_scaling_finetuned(False)
-    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)  # of a norm without means
+    if not has_experts:  # the other key is there if config.json has norm_eps, too
+        writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     sizes = config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads

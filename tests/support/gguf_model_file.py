@@ -146,6 +146,8 @@ def write_gguf(
     config = model.config.get_text_config()
     with_experts = " with experts" if config.model_type == "nemotron_h" and "moe" in config.layers_block_type else ""
     architecture, table = ARCHITECTURES[config.model_type + with_experts]
+    if architecture == "granitehybrid" and "linear_attention" not in config.layer_types:
+        architecture = "granitemoe" if config.num_local_experts else "granite"
     architecture = name or architecture
     writer = gguf.GGUFWriter(path, architecture)
     if more is not None:
@@ -224,14 +226,14 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         width = int(2 * config.intermediate_size / 3)
         writer.add_feed_forward_length(-(-width // config.block_multiple_of) * config.block_multiple_of)
     else:
-        is_dense = architecture == "granitehybrid" and not config.num_local_experts
+        is_dense = config.model_type == "granitemoehybrid" and not config.num_local_experts
         width = config.shared_intermediate_size if is_dense else config.intermediate_size
         writer.add_feed_forward_length(getattr(config, "prefix_dense_intermediate_size", None) or width)
     if architecture.startswith("lfm2"):
         heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
         writer.add_head_count_kv(heads)
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    elif architecture == "granitehybrid":
+    elif config.model_type == "granitemoehybrid":
         kinds = config.layer_types
         writer.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds])
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
@@ -572,7 +574,7 @@ def _converted(
     if name.endswith("conv.conv.weight"):
         values = values.squeeze(1)
     if ".moe_statics." in name:
-        name, values = name.replace("gate.moe_statics", "moe_statics"), values.squeeze(0)
+        name = name.replace("gate.moe_statics", "moe_statics")
     name = name.replace("expert_bias", "expert_bias.bias")
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")

@@ -13,7 +13,7 @@ from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_experts import router, shared_intermediate_size
-from fastinfer.models.gguf_fields import windows_by_layer
+from fastinfer.models.gguf_fields import same_size, windows_by_layer
 from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
 from fastinfer.models.gguf_indexer import indexer_config
 from fastinfer.models.gguf_latent import latent_attention, latent_scale
@@ -50,6 +50,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         if key in known:
             return known[key]
         name = f"{architecture}.{key}"
+        if isinstance(file.metadata.get(name), np.ndarray):
+            return same_size(file, architecture, key)
         if default is None:
             return file.get(name, int, minimum=1, maximum=MAX_SIZE)
         # A file may write 0 where another leaves out the key, as those of Phi-4 do for the window.
@@ -95,8 +97,10 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     rotary_dim = 0 if family.learned_positions else size("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise GGUFFormatError(f"{file.path}: rotary size must be even and at most {head_dim}, got {rotary_dim}")
-    # Files of Phi-3.5-MoE name that of its LayerNorm as Phi-3's do.
+    # Files of Phi-3.5-MoE name that of its LayerNorm as Phi-3's do, and those of Nemotron-H may name it as a LayerNorm's.
     has_mean = structure.norm == "layer_norm" and architecture != "phimoe"
+    rms_epsilon = f"{architecture}.attention.layer_norm_rms_epsilon"
+    has_mean |= structure is NEMOTRON_H and rms_epsilon not in file.metadata
     epsilon = "layer_norm_epsilon" if has_mean else "layer_norm_rms_epsilon"
     num_experts = size("expert_count", 0)
     dense = _dense_layers(file, architecture, num_layers) if num_experts else frozenset()

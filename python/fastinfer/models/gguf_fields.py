@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fastinfer.errors import GGUFFormatError
+from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_LAYERS, MAX_SIZE
 
@@ -22,6 +22,21 @@ def sizes_by_layer(file: GGUFFile, architecture: str, key: str, minimum: int = 1
     if value.dtype.kind not in "iu" or not ((value >= minimum) & (value <= MAX_SIZE)).all():
         raise GGUFFormatError(f"{file.path}: {name}: expected sizes from {minimum}, got {value.tolist()!r:.80}")
     return [int(size) for size in value]
+
+
+def same_size(file: GGUFFile, architecture: str, key: str) -> int:
+    """Return a size that the file gives for each layer, but that must be the same in all of them.
+
+    Raises:
+        GGUFFormatError: the number of values is another one, or one of them is out of range.
+        UnsupportedModelError: the sizes differ.
+    """
+    sizes = sizes_by_layer(file, architecture, key)
+    if len(set(sizes)) > 1:
+        raise UnsupportedModelError(
+            f"{file.path}: {architecture}.{key} must be the same in all layers, got {sizes!r:.80}"
+        )
+    return sizes[0]
 
 
 def windows_by_layer(file: GGUFFile, architecture: str) -> tuple[int, ...]:
