@@ -28,6 +28,7 @@ def write_nemotron_h_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_layer_norm_eps(config.layer_norm_epsilon)  # of a norm without means
     if not has_experts:  # the other key is there if config.json has norm_eps, too
         writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+        writer.add_expert_group_count(config.n_group)  # as config.json has it
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     sizes = config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads

@@ -192,7 +192,7 @@ class GGUFCheckpoint:
         rows = self._fused_rows(matrix) if is_bias else None
         if rows is not None and len(values) >= rows.stop:
             values = values[rows]
-        # The vectors of Mamba-2 are stored as columns, or with a row for each group, and ERNIE's router biases as a row.
+        # The vectors of Mamba-2 are stored as columns or with a row for each group, ERNIE's router biases as a row.
         is_vector = len(shape) == 1 or part in ("A_log", "D", "gated_norm", "router_bias")
         if not is_vector or len(values) != size:
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {(size,)}, got {tensor.shape}")

@@ -97,7 +97,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     rotary_dim = 0 if family.learned_positions else size("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise GGUFFormatError(f"{file.path}: rotary size must be even and at most {head_dim}, got {rotary_dim}")
-    # Files of Phi-3.5-MoE name that of its LayerNorm as Phi-3's do, and those of Nemotron-H may name it as a LayerNorm's.
+    # Phi-3.5-MoE has a LayerNorm and Nemotron-H has none, but their files may name the epsilon the other way.
     has_mean = structure.norm == "layer_norm" and architecture != "phimoe"
     rms_epsilon = f"{architecture}.attention.layer_norm_rms_epsilon"
     has_mean |= structure is NEMOTRON_H and rms_epsilon not in file.metadata

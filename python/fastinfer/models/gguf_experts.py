@@ -8,6 +8,8 @@ from fastinfer.models.gguf_architectures import ARCHITECTURES
 
 def router(file: GGUFFile, architecture: str) -> RouterConfig:
     """Return how the experts of a token are chosen."""
+    if not file.get(f"{architecture}.expert_count", int, 0):
+        return RouterConfig()  # whatever the file says of groups
     if architecture == "phimoe":  # whose files do not say the tolerance, which is that of the published model
         return RouterConfig("sparsemixer", renormalize=False, jitter=0.01)
     family = ARCHITECTURES[architecture]
