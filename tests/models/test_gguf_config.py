@@ -36,12 +36,17 @@ BAD: dict[str, tuple[type[FastinferError], str, dict[str, Any]]] = {
     "another choice of experts": (
         UnsupportedModelError,
         "expert_gating_func must be 1",
-        {"llama.expert_count": 4, "llama.expert_gating_func": 3},
+        {"llama.expert_count": 4, "llama.expert_used_count": 2, "llama.expert_gating_func": 3},
     ),
     "more groups used than there are": (
         GGUFFormatError,
         "expert_group_used_count.*1 to 2.*3",
-        {"llama.expert_count": 4, "llama.expert_group_count": 2, "llama.expert_group_used_count": 3},
+        {
+            "llama.expert_count": 4,
+            "llama.expert_used_count": 2,
+            "llama.expert_group_count": 2,
+            "llama.expert_group_used_count": 3,
+        },
     ),
     "only layers for later tokens": (
         GGUFFormatError,
