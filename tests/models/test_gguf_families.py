@@ -107,6 +107,7 @@ FAMILIES = (
     "deepseek-v3.2-mscale",
     "phimoe-published",
     "granite-hybrid-attention-dense",
+    "glm-plain",
 )
 
 

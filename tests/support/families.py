@@ -210,6 +210,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         HEADS | {"moe_intermediate_size": 48, "moe_num_experts": 8, "moe_k": 3, "tie_word_embeddings": False},
     ),
     "glm": ("Glm", HEADS),
+    "glm-plain": ("Glm", {"head_dim": 16}),
     "glm4": ("Glm4", HEADS | {"attention_bias": False}),
     "glm4-biases": ("Glm4", HEADS),
     "starcoder2": ("Starcoder2", {"sliding_window": 16}),

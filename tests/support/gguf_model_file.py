@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "seed_oss": ("seed_oss", gguf.MODEL_ARCH.SEED_OSS),
     "ernie4_5": ("ernie4_5", gguf.MODEL_ARCH.ERNIE4_5),
     "ernie4_5_moe": ("ernie4_5-moe", gguf.MODEL_ARCH.ERNIE4_5_MOE),
+    "glm": ("chatglm", gguf.MODEL_ARCH.CHATGLM),
     "glm4": ("glm4", gguf.MODEL_ARCH.GLM4),
     "starcoder2": ("starcoder2", gguf.MODEL_ARCH.STARCODER2),
     "stablelm": ("stablelm", gguf.MODEL_ARCH.STABLELM),

@@ -180,6 +180,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture(mlp_norm="post_attention_norm"),
     "ernie4_5": Architecture(INTERLEAVED),
     "ernie4_5-moe": Architecture(INTERLEAVED),
+    "chatglm": Architecture(INTERLEAVED),
     "glm4": Architecture(GLM4),
     "starcoder2": Architecture(LAYER_NORMS, activation="gelu_tanh", gated=False),
     "stablelm": Architecture(LAYER_NORMS),
