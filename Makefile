@@ -14,6 +14,7 @@
 #   make fuzz       read mutated files and requests, each kind for FUZZ_SECONDS (60)
 #   make traces   random traces of the engine, TRACES (10000) of them
 #   make clients    other people's clients against the server; needs the package registries, Node if it is there
+#   make converter  read the GGUF files that llama.cpp's own converter makes; needs the package registries
 #   make ray      the application of Ray Serve in a Ray of this machine; needs the package registries
 #   make gpu-check  build, test and measure on a GPU; results in bench/out
 #   make bench    end-to-end speed of this machine
@@ -37,7 +38,7 @@ export PIP_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test test-all test-fast test-isas lint format docs figures cuda emulation sanitize fuzz traces clients ray gpu-check bench clean
+.PHONY: demo test test-all test-fast test-isas lint format docs figures cuda emulation sanitize fuzz traces clients converter ray gpu-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
@@ -109,6 +110,19 @@ $(CLIENTS)/.installed: $(VENV)/.installed-test tests/server/clients/requirements
 	$(CLIENTS)/venv/bin/pip install --quiet -r tests/server/clients/requirements.txt
 	cp tests/server/clients/node/package.json $(CLIENTS)
 	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLIENTS); fi
+	touch $@
+
+# llama.cpp's converter, whose source comes with llama-cpp-python.
+CONVERTER := build/converter
+converter: $(CONVERTER)/.installed
+	PYTHONPATH=$(CONVERTER)/llama.cpp:$(CONVERTER)/llama.cpp/gguf-py \
+	  $(BIN)/python -m pytest -n 0 tests/models/test_gguf_converter.py $(PYTEST_ARGS)
+
+$(CONVERTER)/.installed: $(VENV)/.installed-test
+	mkdir -p $(CONVERTER)/llama.cpp
+	$(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(CONVERTER) llama-cpp-python==0.3.36
+	tar -xzf $(CONVERTER)/llama_cpp_python-0.3.36.tar.gz --directory $(CONVERTER)/llama.cpp --strip-components 3 \
+	  llama_cpp_python-0.3.36/vendor/llama.cpp/conversion llama_cpp_python-0.3.36/vendor/llama.cpp/gguf-py
 	touch $@
 
 # Ray's environment likewise lies on top of .venv.

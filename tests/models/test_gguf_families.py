@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.families import HEADS, expected, make_model, some_tokens
+from support.gguf_families import GGUF_FAMILIES
 from support.gguf_model_file import write_gguf
 from support.gguf_unpack_reference import dequantize, random_blocks
 from support.teacher_forcing import log_probabilities
@@ -19,99 +20,8 @@ from fastinfer.models.config import Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.loader import load_decoder
 
-FAMILIES = (
-    "llama2",
-    "llama-biases",
-    "ministral3",
-    "qwen2-plain",
-    "qwen3",
-    "gemma2-plain",
-    "gemma3-plain",
-    "gemma4",
-    "gemma4-inputs",
-    "gemma4-moe",
-    "smollm3",
-    "apertus-plain",
-    "arcee-plain",
-    "seed-oss-plain",
-    "ernie4.5",
-    "ernie4.5-moe",
-    "glm4",
-    "glm4-biases",
-    "starcoder2-full",
-    "stablelm",
-    "stablelm-plain",
-    "olmoe",
-    "dots1-full",
-    "hunyuan",
-    "hunyuan-moe",
-    "nemotron",
-    "nemotron-plain",
-    "jais2",
-    "olmo",
-    "phi",
-    "gpt-neox",
-    "gpt-neox-sequential",
-    "mellum-plain",
-    "cohere2-moe",
-    "afmoe",
-    "exaone-moe",
-    "exaone-moe-other",
-    "hy-v3",
-    "hy-v3-some-dense",
-    "mimo-v2-flash",
-    "mimo-v2-flash-biases",
-    "gemma",
-    "olmo2",
-    "olmo3",
-    "exaone4",
-    "exaone4-full",
-    "cohere",
-    "cohere2",
-    "phi3",
-    "gpt2",
-    "mixtral",
-    "qwen3-moe-renormalized",
-    "gpt-oss",
-    "qwen2-moe-plain",
-    "glm4-moe",
-    "glm4-moe-plain",
-    "minimax-m2",
-    "deepseek-v2",
-    "deepseek-v3-mscale",
-    "mistral4-mscale",
-    "glm4-moe-lite",
-    "youtu-plain",
-    "minicpm3-plain",
-    "qwen3.5",
-    "qwen3.5-moe",
-    "qwen3-next-plain",
-    "granite",
-    "granite-plain",
-    "granite-moe",
-    "granite-moe-shared",
-    "granite-hybrid",
-    "granite-hybrid-dense",
-    "granite-hybrid-attention",
-    "falcon-h1",
-    "falcon-h1-norm",
-    "nemotron-h-plain",
-    "nemotron-h-moe",
-    "nemotron-h-moe-latent",
-    "lfm2",
-    "lfm2-moe",
-    "step3.7",
-    "glm-dsa",
-    "kimi-linear-plain",
-    "llama4-published",
-    "deepseek-v3.2-mscale",
-    "phimoe-published",
-    "granite-hybrid-attention-dense",
-    "glm-plain",
-)
 
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_log_probabilities(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     write_gguf(tmp_path / "model.gguf", model)
