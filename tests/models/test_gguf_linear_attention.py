@@ -97,10 +97,22 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"ssm.group_count": 0}, GGUFFormatError, "qwen35.ssm.group_count"),
         ({"full_attention_interval": 1}, UnsupportedModelError, "full_attention_interval: expected layers with linear"),
         ({"full_attention_interval": 5}, UnsupportedModelError, "among 4, got 5"),
+        (
+            {"attention.recurrent_layers": np.array([True] * 4)},
+            UnsupportedModelError,
+            r"recurrent_layers: expected layers with linear attention and layers with full attention, got \[True, True",
+        ),
+        (
+            {"attention.recurrent_layers": np.array([True, False])},
+            GGUFFormatError,
+            "recurrent_layers: expected 4 values, one for each layer, got 2",
+        ),
     ],
 )
-def test_bad_metadata(change: dict[str, int], error: type[FastinferError], message: str, good: Path) -> None:
+def test_bad_metadata(change: dict[str, Any], error: type[FastinferError], message: str, good: Path) -> None:
     file = GGUFFile(good)
+    if "full_attention_interval" in change:  # which counts in older files
+        del file.metadata["qwen35.attention.recurrent_layers"]
     file.metadata |= {f"qwen35.{key}": value for key, value in change.items()}
     with pytest.raises(error, match=message):
         read_gguf_config(file)

@@ -89,4 +89,5 @@ GGUF_FAMILIES = (
     "phimoe-published",
     "granite-hybrid-attention-dense",
     "glm-plain",
+    "qwen3.5-few",
 )

@@ -318,6 +318,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
         writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+        if architecture != "qwen3next":  # newer than gguf's tables
+            is_linear = [kind == "linear_attention" for kind in config.layer_types]
+            writer.add_array(f"{architecture}.attention.recurrent_layers", is_linear)
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     elif architecture.startswith("qwen35"):
