@@ -1,5 +1,6 @@
 """Metadata that contradict each other, or that name what is not implemented: one clear error each."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,21 @@ def test_sizes_of_each_layer(tmp_path: Path) -> None:
         file.metadata["granite.attention.head_count_kv"] = np.array(heads, np.uint32)
         with pytest.raises(error, match=named):
             read_gguf_config(file)
+
+
+def test_layers_of_granite_with_windows(tmp_path: Path) -> None:
+    file = written(tmp_path, "granite-swa-published", block_count=6, nextn_predict_layers=1)
+    config = read_gguf_config(file)
+    assert (config.windows, config.unrotated_layers) == ((0, 16, 16, 16, 0), {2})
+    windows = file.metadata.pop("granite_swa.attention.sliding_window_pattern")
+    with pytest.raises(GGUFFormatError, match=r"'granite_swa\.attention\.sliding_window_pattern' is missing"):
+        read_gguf_config(file)
+    file.metadata["granite_swa.attention.sliding_window_pattern"] = windows
+    file.metadata["granite_swa.attention.rope_pattern"] = windows[:4]
+    with pytest.raises(GGUFFormatError, match=r"attention\.rope_pattern: expected 6 values, .* got 4"):
+        read_gguf_config(file)
+    del file.metadata["granite_swa.attention.rope_pattern"]
+    assert read_gguf_config(file) == replace(config, unrotated_layers=frozenset())
 
 
 def test_clamped_queries_are_refused(tmp_path: Path) -> None:

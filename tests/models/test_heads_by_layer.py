@@ -106,6 +106,7 @@ def computed(folder: Path) -> Tensor:
         ("kolibri", {}),
         ("kolibri", {"norm_topk_prob": True, "sliding_window": 3, "layer_types": [SLIDING] * 5 + [FULL]}),
         ("kolibri-full", {}),
+        ("laguna-published-full", {}),
     ],
 )
 def test_log_probabilities(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

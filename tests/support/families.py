@@ -823,6 +823,25 @@ FAMILIES |= {
         {key: value for key, value in LLAMA4.items() if key != "attention_chunk_size"}
         | {"no_rope_layer_interval": 4, "interleave_moe_layer_step": 2, "rope_parameters": {"rope_theta": 5e5}},
     ),
+    # As GGUF files can say it: with windows in the published places, or in no layer.
+    "laguna-published": (
+        "Laguna",
+        HEADS | LAGUNA | {"layer_types": [f"{kind}_attention" for kind in ("full", *["sliding"] * 3) * 2][:6]},
+    ),
+    "laguna-published-full": (
+        "Laguna",
+        HEADS
+        | {key: value for key, value in LAGUNA.items() if key not in ("layer_types", "num_attention_heads_per_layer")}
+        | {"sliding_window": 0, "gating": "per-element", "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4},
+    ),
+    # As GGUF files can say it: with the same rotary base in all layers that are rotated.
+    "granite-swa-published": (
+        "GraniteSWA",
+        GRANITE
+        | {"num_hidden_layers": 5, "sliding_window": 16, "layer_rope_theta": [500.0, 500.0, 0, 500.0, 500.0]}
+        | {"rope_parameters": {"rope_theta": 500.0}, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "deepseek-v3.2-mscale": (
         "DeepseekV32",
         LATENT

@@ -90,4 +90,8 @@ GGUF_FAMILIES = (
     "granite-hybrid-attention-dense",
     "glm-plain",
     "qwen3.5-few",
+    "laguna-published",
+    "laguna-published-full",
+    "granite-swa-published",
+    "granite-moe-swa",
 )

@@ -58,6 +58,9 @@ ARCHITECTURES = {
     "mellum": ("mellum", gguf.MODEL_ARCH.QWEN3MOE),
     "cohere2_moe": ("cohere2moe", gguf.MODEL_ARCH.DOTS1),
     "dots1": ("dots1", gguf.MODEL_ARCH.DOTS1),
+    "laguna": ("laguna", gguf.MODEL_ARCH.STEP35),
+    "granite_swa": ("granite_swa", gguf.MODEL_ARCH.GRANITE),
+    "granitemoe_swa": ("granite_swa", gguf.MODEL_ARCH.GRANITE_MOE),
     "gemma": ("gemma", gguf.MODEL_ARCH.GEMMA),
     "olmo2": ("olmo2", gguf.MODEL_ARCH.OLMO2),
     "olmo3": ("olmo2", gguf.MODEL_ARCH.OLMO2),
@@ -106,6 +109,7 @@ PERMUTED = (
     "arcee",
     "granite",
     "granitemoe",
+    "granite_swa",
     "granitehybrid",
     "nemotron_h",
     "nemotron_h_moe",
@@ -113,7 +117,7 @@ PERMUTED = (
 )
 LATENT = ("deepseek2", "deepseek32", "glm-dsa", "mistral4")
 WINDOWED = ("gemma2", "gemma3", "phi3", "phimoe", "olmo2", "exaone4", "cohere2", "cohere2moe", "mellum", "gpt-oss")
-WINDOWED += ("afmoe", "exaone-moe", "mimo2", "step35")
+WINDOWED += ("afmoe", "exaone-moe", "mimo2", "step35", "laguna", "granite_swa")
 
 
 def write_gguf(
@@ -205,7 +209,7 @@ def write_gguf(
 def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fused: bool) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    if architecture != "step35":  # which has one for each layer
+    if architecture not in ("step35", "laguna"):  # which have one for each layer
         writer.add_head_count(config.num_attention_heads)
     if architecture == "gemma4":
         _write_gemma4_config(writer, config)
@@ -335,6 +339,12 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         _write_mimo_config(writer, config)
     if architecture == "step35":
         _write_step_config(writer, config)
+    if architecture == "laguna":
+        _write_laguna_config(writer, config)
+    if architecture == "granite_swa":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        if not all(config.layer_rope_theta):
+            writer.add_array("granite_swa.attention.rope_pattern", [base > 0 for base in config.layer_rope_theta])
     if architecture == "exaone-moe":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture in ("afmoe", "exaone-moe"):
@@ -423,6 +433,19 @@ def _write_mimo_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
+
+
+def _write_laguna_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Write its keys, which do not say which layers have a window."""
+    writer.add_array("laguna.attention.head_count", config.num_attention_heads_per_layer)
+    full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    writer.add_float32("laguna.rope.scaling.yarn_attn_factor", full["attention_factor"])
+    writer.add_float32("laguna.rope.freq_base_swa", sliding["rope_theta"])
+    writer.add_uint32("laguna.rope.dimension_count_swa", int(config.head_dim * sliding["partial_rotary_factor"]))
+    writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config.moe_routed_scaling_factor)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _write_step_config(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -548,11 +571,13 @@ def _converted(
     if name.endswith("experts.gate_up_proj"):
         gate, up = values.chunk(2, dim=1)
         block = name.split(".")[2]
-        if is_fused or architecture == "gemma4":
+        if is_fused or architecture in ("gemma4", "granite_swa"):
             return [(f"blk.{block}.ffn_gate_up_exps.weight", values)]
         return [(f"blk.{block}.ffn_gate_exps.weight", gate), (f"blk.{block}.ffn_up_exps.weight", up)]
     if name.endswith("experts.down_proj"):
         return [(f"blk.{name.split('.')[2]}.ffn_down_exps.weight", values)]
+    if name.endswith("shared_mlp.input_linear.weight") and architecture == "granite_swa":
+        return [(f"blk.{name.split('.')[2]}.ffn_up_shexp.weight", values)]
     if name.endswith("shared_mlp.input_linear.weight"):
         gate, up = values.chunk(2)
         block, kind = name.split(".")[2], "_shexp" if config.num_local_experts else ""

@@ -257,8 +257,7 @@ class GGUFCheckpoint:
         elif fused := self._fused_rows(name):
             rows = fused
             last = "v_proj" if stored.endswith("attn_qkv.weight") else "up_proj"
-            whole = fused_rows(self.config, split_name(name)[0], last).stop
-            shape = (whole, in_features)
+            shape = (self._rows_within(name, last).stop, in_features)
         elif (expert := expert_index(name)) is not None:
             halves = 2 if stored.endswith("gate_up_exps.weight") else 1
             first = halves * expert + (halves == 2 and name.endswith("up_proj"))
@@ -322,7 +321,8 @@ class GGUFCheckpoint:
             fused = f"blk.{layer}.ffn_gate_up_{_EXPERTS[part]}"
             if projection in ("gate_proj", "up_proj") and f"{fused}.weight" in self.file.tensors:
                 return fused
-            return f"blk.{layer}.{_LAYER[projection]}_{_EXPERTS[part]}"
+            single = _FUSED[projection] if self._fused_rows(name) else _LAYER[projection]
+            return f"blk.{layer}.{single}_{_EXPERTS[part]}"
         if part == "mlp_norm":
             return f"blk.{layer}.{ARCHITECTURES[self.config.architecture].mlp_norm}"
         if self._is_by_key_head(name):
@@ -362,14 +362,22 @@ class GGUFCheckpoint:
         """Return the rows of a matrix within a fused one; None if it is stored on its own."""
         if not name.startswith("layers."):
             return None
-        layer, part, _ = split_name(name)
-        block = f"blk.{stored_layer(self.config, layer, part)}"
-        single = f"{block}.{'ffn_gate' if part == 'up_proj' else _LAYER.get(part)}.weight"
+        layer, part, rest = split_name(name)
+        block, suffix = f"blk.{stored_layer(self.config, layer, part)}", ".weight"
+        if part == "shared_expert":
+            part, suffix = rest, "_shexp.weight"
+        single = f"{block}.{'ffn_gate' if part == 'up_proj' else _LAYER.get(part)}{suffix}"
         # Without a separate gate, "up" contains both, unless the MLP has no gate.
         if part not in _FUSED or single in self.file.tensors or (part == "up_proj" and not self.config.gated):
             return None
-        fused = f"{block}.{_FUSED[part]}.weight"
-        return fused_rows(self.config, layer, part) if fused in self.file.tensors else None
+        fused = f"{block}.{_FUSED[part]}{suffix}"
+        return self._rows_within(name, part) if fused in self.file.tensors else None
+
+    def _rows_within(self, name: str, part: str) -> slice:
+        """Return the rows of a part in the fused matrix of which another part has this name."""
+        layer, owner, _ = split_name(name)
+        inner = self.config.shared_intermediate_size if owner == "shared_expert" else None
+        return fused_rows(self.config, layer, part, inner)
 
     def _get(self, name: str) -> GGUFTensor:
         self.file.check_size()

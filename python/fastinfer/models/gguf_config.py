@@ -13,15 +13,17 @@ from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_experts import router, shared_intermediate_size
-from fastinfer.models.gguf_fields import same_size, windows_by_layer
+from fastinfer.models.gguf_fields import head_sizes, same_size, windows_by_layer
 from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
+from fastinfer.models.gguf_granite_swa import granite_swa_config
 from fastinfer.models.gguf_indexer import indexer_config
+from fastinfer.models.gguf_laguna import laguna_config
 from fastinfer.models.gguf_latent import latent_attention, latent_scale
 from fastinfer.models.gguf_llama4 import llama4_config
 from fastinfer.models.gguf_mimo import mimo_config, mimo_sizes
 from fastinfer.models.gguf_rope import query_growth, rope_scaling
 from fastinfer.models.gguf_states import state_layers, state_sizes
-from fastinfer.models.gguf_step import step_config, step_sizes
+from fastinfer.models.gguf_step import step_config
 from fastinfer.models.structure import NEMOTRON_H, periodic_windows
 
 
@@ -43,7 +45,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         )
     family = ARCHITECTURES[architecture]
     structure = family.structure
-    sizes = {"gemma4": gemma4_sizes, "mimo2": mimo_sizes, "step35": step_sizes}.get(architecture)
+    by_layer = {"gemma4": gemma4_sizes, "mimo2": mimo_sizes, "step35": head_sizes, "laguna": head_sizes}
+    sizes = by_layer.get(architecture)
     known = {} if sizes is None else sizes(file)
 
     def size(key: str, default: int | None = None) -> int:
@@ -176,6 +179,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         return replace(config, experts_scale=scale, unrotated_layers=unrotated)
     steps = {
         "gemma4": gemma4_config,
+        "granite_swa": granite_swa_config,
+        "laguna": laguna_config,
         "llama4": llama4_config,
         "mimo2": mimo_config,
         "step35": step_config,

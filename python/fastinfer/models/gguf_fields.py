@@ -39,6 +39,32 @@ def same_size(file: GGUFFile, architecture: str, key: str) -> int:
     return sizes[0]
 
 
+def head_sizes(file: GGUFFile) -> dict[str, int]:
+    """Return the numbers of heads of an architecture whose query heads differ by layer, by their keys: the largest one.
+
+    Raises:
+        UnsupportedModelError: the numbers of KV heads differ.
+    """
+    architecture = file.get("general.architecture", str)
+    heads, kv_heads = "attention.head_count", "attention.head_count_kv"
+    # The largest one: the first check of these is that of their divisor.
+    return {
+        heads: max(sizes_by_layer(file, architecture, heads)),
+        kv_heads: same_size(file, architecture, kv_heads),
+    }
+
+
+def flags_by_layer(file: GGUFFile, architecture: str, key: str) -> list[bool]:
+    """Return a flag of each of the file's layers.
+
+    Raises:
+        GGUFFormatError: the key is missing, or has another number of values.
+    """
+    flags = file.get(f"{architecture}.{key}", np.ndarray)
+    check_length(file, architecture, key, flags)
+    return [bool(flag) for flag in flags.tolist()]
+
+
 def windows_by_layer(file: GGUFFile, architecture: str) -> tuple[int, ...]:
     """Return the length of each layer's attention window in positions, 0 for none, from a list of those that have one.
 
@@ -46,10 +72,8 @@ def windows_by_layer(file: GGUFFile, architecture: str) -> tuple[int, ...]:
         GGUFFormatError: a key is missing, has another number of values, or is out of range.
     """
     window = file.get(f"{architecture}.attention.sliding_window", int, minimum=1, maximum=MAX_SIZE)
-    key = "attention.sliding_window_pattern"
-    flags = file.get(f"{architecture}.{key}", np.ndarray)
-    check_length(file, architecture, key, flags)
-    return tuple(window if flag else 0 for flag in flags.tolist())
+    flags = flags_by_layer(file, architecture, "attention.sliding_window_pattern")
+    return tuple(window if flag else 0 for flag in flags)
 
 
 def xielu_parameter(file: GGUFFile, name: str, layer: int, num_layers: int) -> float:

@@ -4,29 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastinfer.errors import GGUFFormatError, UnsupportedModelError
+from fastinfer.errors import GGUFFormatError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.gguf_fields import check_length, sizes_by_layer, windows_by_layer
 from fastinfer.models.layer_values import with_heads, with_swiglu_limits
 
 PREFIX = "step35"
-_HEADS, _KV_HEADS = "attention.head_count", "attention.head_count_kv"
-
-
-def step_sizes(file: GGUFFile) -> dict[str, int]:
-    """Return the sizes that files of other architectures have once for all layers, by their keys.
-
-    Raises:
-        UnsupportedModelError: the numbers of KV heads differ.
-    """
-    kv_heads = sizes_by_layer(file, PREFIX, _KV_HEADS)
-    if len(set(kv_heads)) > 1:
-        raise UnsupportedModelError(
-            f"{file.path}: {PREFIX}.{_KV_HEADS} must be the same for all layers, got {kv_heads!r:.80}"
-        )
-    # The largest one: the first check of these is that of their divisor.
-    return {_HEADS: max(sizes_by_layer(file, PREFIX, _HEADS)), _KV_HEADS: kv_heads[0]}
 
 
 def step_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
@@ -37,7 +21,7 @@ def step_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
     Raises:
         GGUFFormatError: numbers of query heads are no multiples of the KV heads, or limits are negative.
     """
-    heads = sizes_by_layer(file, PREFIX, _HEADS)[: config.num_layers]
+    heads = sizes_by_layer(file, PREFIX, "attention.head_count")[: config.num_layers]
     rotary_dim = config.rotary_dim // 2
     if rotary_dim % 2 or not rotary_dim:
         raise GGUFFormatError(f"{file.path}: expected a rotary size that is a multiple of 4, got {config.rotary_dim}")

@@ -22,6 +22,8 @@ def prepare_laguna(fields: JsonFields) -> None:
     count = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
     kinds = {"layer_types": [FULL] * count, "mlp_layer_types": ["dense"] + ["sparse"] * (count - 1)}
     fields.values = {**fields.values, **{key: fields.values.get(key) or default for key, default in kinds.items()}}
+    if fields.values["layer_types"] == [FULL] * count:  # transformers takes any length then, such as 0
+        fields.values["sliding_window"] = None
     require_window(fields)
     parameters = fields.object("rope_parameters")
     if parameters is not None:  # of which each kind of layer has a share of its own
