@@ -823,6 +823,22 @@ FAMILIES |= {
         {key: value for key, value in LLAMA4.items() if key != "attention_chunk_size"}
         | {"no_rope_layer_interval": 4, "interleave_moe_layer_step": 2, "rope_parameters": {"rope_theta": 5e5}},
     ),
+    "deepseek-v3.2-mscale": (
+        "DeepseekV32",
+        LATENT
+        | GROUPS
+        | INDEXER
+        | {"num_experts_per_tok": 3, "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 1.3}},
+    ),
+    "bailing-hybrid": ("BailingHybrid", BAILING),
+    "bailing-hybrid-other": (
+        "BailingHybrid",
+        BAILING
+        | {"q_lora_rank": 56, "kda_safe_gate": False, "short_conv_kernel_size": 3, "num_hidden_layers": 4}
+        | {"layer_types": [f"{kind}_attention" for kind in ("full", "linear", "linear", "full")]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "moe_renormalize": False}
+        | {"n_shared_experts": 2, "n_group": 1, "topk_group": 1, "rope_parameters": MSCALE},
+    ),
     # As GGUF files can say it: with windows in the published places, or in no layer.
     "laguna-published": (
         "Laguna",
@@ -841,21 +857,5 @@ FAMILIES |= {
         GRANITE
         | {"num_hidden_layers": 5, "sliding_window": 16, "layer_rope_theta": [500.0, 500.0, 0, 500.0, 500.0]}
         | {"rope_parameters": {"rope_theta": 500.0}, "attention_bias": True, "tie_word_embeddings": True},
-    ),
-    "deepseek-v3.2-mscale": (
-        "DeepseekV32",
-        LATENT
-        | GROUPS
-        | INDEXER
-        | {"num_experts_per_tok": 3, "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 1.3}},
-    ),
-    "bailing-hybrid": ("BailingHybrid", BAILING),
-    "bailing-hybrid-other": (
-        "BailingHybrid",
-        BAILING
-        | {"q_lora_rank": 56, "kda_safe_gate": False, "short_conv_kernel_size": 3, "num_hidden_layers": 4}
-        | {"layer_types": [f"{kind}_attention" for kind in ("full", "linear", "linear", "full")]}
-        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "moe_renormalize": False}
-        | {"n_shared_experts": 2, "n_group": 1, "topk_group": 1, "rope_parameters": MSCALE},
     ),
 }

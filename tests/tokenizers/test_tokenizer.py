@@ -252,6 +252,8 @@ def test_pre_tokenizers(name: str, text: str, words: list[str]) -> None:
         ("qwen35", "WE|'LL| | go|?!\n"),
         ("glm4", "WE|'LL| | go| |123|4|?!\n"),
         ("minimax-m2", "i|Phone's| |123|4"),
+        # Line ends apart from all else.
+        ("laguna", "WE|'LL|?!|\n\n| | go|  |\n| |1|2"),
         # Line ends apart from punctuation.
         ("seed-coder", "go|?!|\n\n|1"),
         ("bailingmoe", "go|?\n\n| \n|1"),

@@ -92,6 +92,11 @@ def _qwen2() -> pre_tokenizers.PreTokenizer:
     return _split(_WORD + r"|\p{N}|" + _REST)
 
 
+def _laguna() -> pre_tokenizers.PreTokenizer:
+    """Split off line ends, then split like Qwen2."""
+    return _split(r"[^\n]+|\n+", _WORD + r"|\p{N}|" + _REST)
+
+
 def _qwen35() -> pre_tokenizers.PreTokenizer:
     """Split like Qwen2, with combining marks as letters."""
     return _split(_QWEN35)
@@ -187,6 +192,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "qwen2": _qwen2,
     "deepseek-r1-qwen": _qwen2,
     **dict.fromkeys(("stablelm2", "megrez", "kormo", "hunyuan", "solar-open", "grok-2"), _qwen2),
+    "laguna": _laguna,
     "qwen35": _qwen35,
     "seed-coder": _seed_coder,
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _bailing),
