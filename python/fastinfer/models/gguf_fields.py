@@ -34,7 +34,7 @@ def same_size(file: GGUFFile, architecture: str, key: str) -> int:
     sizes = sizes_by_layer(file, architecture, key)
     if len(set(sizes)) > 1:
         raise UnsupportedModelError(
-            f"{file.path}: {architecture}.{key} must be the same in all layers, got {sizes!r:.80}"
+            f"{file.path}: {architecture}.{key} must be the same for all layers, got {sizes!r:.80}"
         )
     return sizes[0]
 
