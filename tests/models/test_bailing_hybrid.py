@@ -13,7 +13,15 @@ from fastinfer.models.state_config import LinearAttentionConfig
 
 # As published files have them: other names than in those of transformers, and a width of heads that it overwrites.
 PUBLISHED = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
     "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "rotary_dim": 8,
+    "rope_scaling": None,
+    "no_kda_lora": True,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "expert_swiglu_limit_list": None,
+    "num_nextn_predict_layers": 1,
     "max_position_embeddings": 256,
     "norm_topk_prob": True,
     "n_group": 4,
@@ -49,6 +57,8 @@ def test_sizes(tmp_path: Path) -> None:
     assert (config.dense_layers, config.num_experts, config.experts_per_token) == ({0, 1}, 8, 3)
     assert (config.router.num_groups, config.router.top_groups) == (4, 2)
     assert read_hf_config(changed(tmp_path, **PUBLISHED)) == config
+    rope = {"rope_type": "default", "rope_theta": 6000000.0, "partial_rotary_factor": 0.5}
+    assert read_hf_config(changed(tmp_path, **PUBLISHED | {"rope_parameters": rope})) == config
 
 
 def test_defaults_and_decays_without_a_bound(tmp_path: Path) -> None:
@@ -73,6 +83,12 @@ def test_defaults_and_decays_without_a_bound(tmp_path: Path) -> None:
         ({"kda_lower_bound": 0.5}, "kda_lower_bound"),
         ({"kda_safe_gate": "yes"}, "kda_safe_gate"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
+        ({"no_kda_lora": False}, "no_kda_lora must be True, got False"),
+        (
+            {"gated_attention_proj_granularity_type": "element_wise"},
+            "gated_attention_proj_granularity_type must be 'head_wise', got 'element_wise'",
+        ),
+        ({"expert_swiglu_limit_list": [0.0, -1.0]}, "expert_swiglu_limit_list: expected numbers from 0, got [0.0, -1."),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
     ],
 )

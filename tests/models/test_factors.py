@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -127,6 +128,46 @@ def test_muse_glimmer(changes: dict[str, Any], tmp_path: Path) -> None:
     got = log_probabilities(decoder, some_tokens(), "float32")
     assert (got - logits_of(model)).abs().max() < 1e-4
     assert len(set(got.argmax(-1).tolist())) > 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_scale_factor": 2.0, "output_multiplier": 3.0, "final_logit_softcapping": 5.0, "num_hidden_layers": 5},
+        {"layer_types": ["full_attention", "sliding_attention"] * 3, "layer_rope_theta": [0, 1] * 3},
+    ],
+)
+def test_gguf_files_of_muse_glimmer(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = muse_glimmer(**changes)
+    write_gguf(tmp_path / "model.gguf", model)
+    checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"), exact=True)
+    decoder = load_decoder(checkpoint, Precision.of("float32"), None)
+    assert (log_probabilities(decoder, some_tokens(), "float32") - logits_of(model)).abs().max() < 1e-4
+    model.save_pretrained(tmp_path)
+    same = ("windows", "unrotated_layers", "logits_softcap", "post_norm_eps", "normed_embedding", "output_gate")
+    folder = HFCheckpoint(tmp_path).config
+    assert [getattr(checkpoint.config, name) for name in same] == [getattr(folder, name) for name in same]
+    assert checkpoint.config.logits_scale == pytest.approx(folder.logits_scale)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.sliding_window", 0, "muse-glimmer.attention.sliding_window: expected 1 to"),
+        ("attention.sliding_window_pattern", np.array([True] * 5), "sliding_window_pattern: expected 6 values, one"),
+        ("logit_scale", 0.0, "muse-glimmer.logit_scale: expected 1e-06 to"),
+        ("final_logit_softcapping", -1.0, "muse-glimmer.final_logit_softcapping: expected 0.0 to"),
+    ],
+)
+def test_bad_gguf_files_of_muse_glimmer(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", muse_glimmer())
+    file = GGUFFile(tmp_path / "model.gguf")
+    file.metadata[f"muse-glimmer.{key}"] = value
+    with pytest.raises(GGUFFormatError) as error:
+        read_gguf_config(file)
+    assert message in str(error.value).replace("'", "")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -174,7 +174,11 @@ def test_sizes_of_each_layer(tmp_path: Path) -> None:
     file = written(tmp_path, "granite-plain", attention__head_count_kv=np.full(3, 2, np.uint32))
     assert read_gguf_config(file).num_kv_heads == 2
     for heads, error, named in (
-        ([2, 1, 2], UnsupportedModelError, r"granite\.attention\.head_count_kv must be the same for all layers, got \["),
+        (
+            [2, 1, 2],
+            UnsupportedModelError,
+            r"granite\.attention\.head_count_kv must be the same for all layers, got \[",
+        ),
         ([2, 2], GGUFFormatError, r"head_count_kv: expected 3 values, one for each layer, got 2"),
         ([0, 0, 0], GGUFFormatError, r"head_count_kv: expected sizes from 1, got \[0, 0, 0\]"),
     ):

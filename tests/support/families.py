@@ -858,4 +858,6 @@ FAMILIES |= {
         | {"num_hidden_layers": 5, "sliding_window": 16, "layer_rope_theta": [500.0, 500.0, 0, 500.0, 500.0]}
         | {"rope_parameters": {"rope_theta": 500.0}, "attention_bias": True, "tie_word_embeddings": True},
     ),
+    # As llama.cpp's converter can say it: of whole groups of layers.
+    "bailing-hybrid-published": ("BailingHybrid", BAILING | {"num_hidden_layers": 6, "q_lora_rank": 56}),
 }

@@ -94,4 +94,6 @@ GGUF_FAMILIES = (
     "laguna-published-full",
     "granite-swa-published",
     "granite-moe-swa",
+    "bailing-hybrid",
+    "bailing-hybrid-published",
 )

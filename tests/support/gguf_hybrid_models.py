@@ -1,4 +1,6 @@
-"""How the usual converter writes Falcon-H1, Nemotron-H and Kimi Linear, for :mod:`support.gguf_model_file`."""
+"""How the usual converter writes Falcon-H1, Nemotron-H, Kimi Linear and Bailing hybrid, for
+:mod:`support.gguf_model_file`.
+"""
 
 from typing import Any
 
@@ -132,3 +134,25 @@ def kimi_linear_tensors(name: str, values: Tensor) -> tuple[str, Tensor, list[tu
         return name, values, [(f"{stored}{part}.weight", rows.view(1, len(rows), 1, -1)) for part, rows in parts]
     values = -values.exp() if name.endswith("A_log") else values
     return name.replace("forget_gate.", "").replace("dt_bias", "dt_proj.bias"), values, []
+
+
+def write_bailing_hybrid_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The keys of Kimi Linear, and others."""
+    write_kimi_linear_config(writer, config)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_bool("bailingmoe3.kda.safe_gate", config.kda_safe_gate)  # newer than gguf's tables
+    writer.add_float32("bailingmoe3.kda.gate_lower_bound", config.kda_lower_bound)
+    writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+
+
+def bailing_hybrid_tensors(name: str, values: Tensor, config: Any) -> tuple[str, Tensor, list[tuple[str, Tensor]]]:
+    """Do as :func:`kimi_linear_tensors`; decays and gate have one matrix each, and exp(A_log) no sign."""
+    if name.endswith("self_attn.g_proj.weight"):
+        layer = int(name.split(".")[2])
+        part = "ssm_g_a" if config.layer_types[layer] == "linear_attention" else "attn_gate"
+        return name, values, [(f"blk.{layer}.{part}.weight", values)]
+    name, values, parts = kimi_linear_tensors(name.replace("f_proj", "f_a_proj"), values)
+    return name, -values[:, None] if name.endswith("A_log") else values, parts

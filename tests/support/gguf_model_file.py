@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers.models.step3p7.modeling_step3p7 import Step3p7RotaryEmbedding
 
 from support.gguf_hybrid_models import (
+    bailing_hybrid_tensors,
     falcon_h1_tensor,
     kimi_linear_tensors,
     mamba2_tensor,
     nemotron_h_name,
+    write_bailing_hybrid_config,
     write_falcon_h1_config,
     write_kimi_linear_config,
     write_nemotron_h_config,
@@ -97,6 +99,9 @@ ARCHITECTURES = {
     "falcon_h1": ("falcon-h1", gguf.MODEL_ARCH.FALCON_H1),
     "nemotron_h": ("nemotron_h", gguf.MODEL_ARCH.NEMOTRON_H),
     "kimi_linear": ("kimi-linear", gguf.MODEL_ARCH.KIMI_LINEAR),
+    # Newer than gguf's tables, with the names of others.
+    "bailing_hybrid": ("bailingmoe3", gguf.MODEL_ARCH.KIMI_LINEAR),
+    "muse_glimmer_text": ("muse-glimmer", gguf.MODEL_ARCH.AFMOE),
     "nemotron_h with experts": ("nemotron_h_moe", gguf.MODEL_ARCH.NEMOTRON_H_MOE),
 }
 
@@ -114,10 +119,15 @@ PERMUTED = (
     "nemotron_h",
     "nemotron_h_moe",
     "olmo",
+    "muse-glimmer",
 )
+# Ends of the names of norms whose weights are stored with 1 added.
+SHIFTED_NORMS = dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron", "step35"), "norm.weight") | {
+    "muse-glimmer": "layernorm.weight"
+}
 LATENT = ("deepseek2", "deepseek32", "glm-dsa", "mistral4")
 WINDOWED = ("gemma2", "gemma3", "phi3", "phimoe", "olmo2", "exaone4", "cohere2", "cohere2moe", "mellum", "gpt-oss")
-WINDOWED += ("afmoe", "exaone-moe", "mimo2", "step35", "laguna", "granite_swa")
+WINDOWED += ("afmoe", "exaone-moe", "mimo2", "step35", "laguna", "granite_swa", "muse-glimmer")
 
 
 def write_gguf(
@@ -176,7 +186,7 @@ def write_gguf(
     writer.add_block_count(num_blocks)
     names = gguf.get_tensor_name_map(table, num_blocks)
     tensors = dict(model.state_dict())
-    if architecture == "step35":  # of which the text alone
+    if architecture in ("step35", "muse-glimmer"):  # of which the text alone
         tensors = {
             name.replace("model.language_model.", "model."): values
             for name, values in tensors.items()
@@ -222,6 +232,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         return
     if architecture == "kimi-linear":
         write_kimi_linear_config(writer, config)
+        return
+    if architecture == "bailingmoe3":
+        write_bailing_hybrid_config(writer, config)
         return
     if architecture == "gpt2":
         writer.add_feed_forward_length(4 * config.hidden_size)
@@ -370,7 +383,10 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_count(1)
-    if architecture in ("mellum", "cohere2moe"):
+    if architecture == "muse-glimmer":
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        writer.add_logit_scale(config.output_multiplier)
+    if architecture in ("mellum", "cohere2moe", "muse-glimmer"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture == "cohere2moe":
         if config.rms_norm_eps is not None:
@@ -547,6 +563,10 @@ def _converted(
         name, values, filters = kimi_linear_tensors(name, values)
         if filters:
             return filters
+    if architecture == "bailingmoe3":
+        name, values, stored_parts = bailing_hybrid_tensors(name, values, config)
+        if stored_parts:
+            return stored_parts
     if architecture.startswith("nemotron_h"):
         name, values = mamba2_tensor(nemotron_h_name(name), values, config.n_groups)
     if ".mamba." in name:
@@ -588,12 +608,17 @@ def _converted(
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         pairs = values.view(heads, 2, -1, *values.shape[1:])
         values = pairs.transpose(1, 2).reshape(values.shape)
+    if architecture == "muse-glimmer" and name.endswith("q_proj.weight"):
+        # Norms of queries and keys, which have no weights, with the scale of queries.
+        block, ones = name.split(".")[2], torch.ones(config.head_dim)
+        norms = {"attn_q_norm": config.qk_scale_factor * ones, "attn_k_norm": ones}
+        return [(f"blk.{block}.{part}.weight", tensor) for part, tensor in ({"attn_q": values} | norms).items()]
     if architecture == "gemma4" and ".router." in name and not name.endswith("proj.weight"):
         part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
         return [(f"blk.{name.split('.')[2]}.{part}.scale", values)]
     if architecture == "gemma4" and name.endswith("layer_scalar"):
         name += ".weight"
-    elif architecture in ("gemma", "gemma2", "gemma3", "nemotron", "step35") and name.endswith("norm.weight"):
+    elif (end := SHIFTED_NORMS.get(architecture)) and name.endswith(end):
         values = values + 1
     if ".query_key_value." in name:
         heads = values.unflatten(0, (config.num_attention_heads, 3, -1))

@@ -28,7 +28,7 @@ def supported() -> dict[str, list[str]]:
     from fastinfer.formats.gguf_unpack import SUPPORTED_TYPES
     from fastinfer.formats.modelopt import ALGORITHMS
     from fastinfer.formats.quantized_checkpoint import FORMATS
-    from fastinfer.models.families import FAMILIES
+    from fastinfer.models.families import FAMILIES, RENAMED
     from fastinfer.models.gguf_architectures import ARCHITECTURES
     from fastinfer.models.hf_checkpoint import MLX_FAMILIES
     from fastinfer.models.hf_text_parts import TEXT_PARTS
@@ -39,7 +39,7 @@ def supported() -> dict[str, list[str]]:
     from fastinfer.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
     return {
-        "Hugging Face architectures": [*FAMILIES, *TEXT_PARTS],
+        "Hugging Face architectures": [*FAMILIES, *RENAMED, *TEXT_PARTS],
         "Hugging Face architectures with images": [name for name in (*FAMILIES, *TEXT_PARTS) if name in IMAGE_FAMILIES],
         "GGUF architectures": list(ARCHITECTURES),
         "GGUF architectures with images": list(IMAGE_ARCHITECTURES),

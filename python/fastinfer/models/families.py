@@ -1319,4 +1319,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Other names that files have for an architecture, with the usual ones.
-RENAMED = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
+RENAMED = {
+    "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from fastinfer.models.structure import (
     AFMOE,
+    BAILING_HYBRID,
     COHERE,
     EXAONE4,
     EXAONE_MOE,
@@ -31,6 +32,7 @@ from fastinfer.models.structure import (
     MELLUM,
     MIMO,
     MINICPM3,
+    MUSE_GLIMMER,
     NEMOTRON_H,
     OLMO,
     OLMO2,
@@ -123,6 +125,7 @@ _KIMI_DELTA = {
     "in_proj_z_up": "ssm_g_b",
     "out_proj": "attn_output",
 }
+_KIMI_CONVS = tuple(f"ssm_conv1d_{name}" for name in "qkv")
 
 _INDEXER = {
     "index_q_proj": "indexer.attn_q_b",
@@ -157,6 +160,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture(
         replace(AFMOE, scaled_embedding=True), names={"output_gate": "attn_gate"}, sigmoid_router=True
     ),
+    # The scale of queries is in the weights of their norm.
+    "muse-glimmer": Architecture(
+        replace(MUSE_GLIMMER, qk_norm="head"), permuted=True, names={"output_gate": "attn_gate"}
+    ),
     "exaone-moe": Architecture(EXAONE_MOE, sigmoid_router=True),
     "mimo2": Architecture(MIMO, sigmoid_router=True, counts_dense=False),
     "step35": Architecture(STEP, names={"output_gate": "attn_gate"}, sigmoid_router=True, counts_dense=False),
@@ -172,7 +179,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         KIMI_LINEAR,
         no_rope_period=1,
         names=_KIMI_DELTA,
-        conv_parts=tuple(f"ssm_conv1d_{name}" for name in "qkv"),
+        conv_parts=_KIMI_CONVS,
+        sigmoid_router=True,
+    ),
+    "bailingmoe3": Architecture(
+        BAILING_HYBRID,
+        names={**_KIMI_DELTA, "output_gate": "attn_gate"},
+        conv_parts=_KIMI_CONVS,
         sigmoid_router=True,
     ),
     # Draft heads.

@@ -199,10 +199,13 @@ class GGUFCheckpoint:
         # The converter has changed their order like that of rows.
         if (is_bias or part in ("A_log", "dt_bias")) and (order := self._order(matrix, size)) is not None:
             values = values[order]
-        if part == "A_log":  # stored as -exp(A_log)
-            if not (values < 0).all():
-                raise GGUFFormatError(f"{self.path}: tensor {stored!r} must be negative, got {float(values.max())}")
-            return (-values).log()
+        if part == "A_log":  # stored as -exp(A_log), without the sign where decays have a bound
+            is_bounded = isinstance(self.config.states, LinearAttentionConfig) and self.config.states.decay_bound
+            rates, sign = (values, "positive") if is_bounded else (-values, "negative")
+            if not (rates > 0).all():
+                worst = float(values[rates.argmin()])
+                raise GGUFFormatError(f"{self.path}: tensor {stored!r} must be {sign}, got {worst}")
+            return rates.log()
         return values.clone()
 
     def draft_tokens(self) -> Tensor | None:

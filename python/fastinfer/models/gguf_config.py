@@ -13,7 +13,7 @@ from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_experts import router, shared_intermediate_size
-from fastinfer.models.gguf_fields import head_sizes, same_size, windows_by_layer
+from fastinfer.models.gguf_fields import head_sizes, same_size, windows_by_layer, with_swiglu_clamps
 from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
 from fastinfer.models.gguf_granite_swa import granite_swa_config
 from fastinfer.models.gguf_indexer import indexer_config
@@ -21,6 +21,7 @@ from fastinfer.models.gguf_laguna import laguna_config
 from fastinfer.models.gguf_latent import latent_attention, latent_scale
 from fastinfer.models.gguf_llama4 import llama4_config
 from fastinfer.models.gguf_mimo import mimo_config, mimo_sizes
+from fastinfer.models.gguf_muse import muse_glimmer_config
 from fastinfer.models.gguf_rope import query_growth, rope_scaling
 from fastinfer.models.gguf_states import state_layers, state_sizes
 from fastinfer.models.gguf_step import step_config
@@ -83,8 +84,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         structure = replace(structure, qk_norm="head")
     elif has_norms:
         raise UnsupportedModelError(f"{file.path}: norms of queries (blk.0.attn_q_norm) are not implemented for it")
-    if architecture == "glm4" and "glm4.rope.dimension_sections" in file.metadata:
-        # Of a model that reads images, whose converter puts the halves of rotated pairs apart.
+    if architecture in ("glm4", "bailingmoe3") and f"{architecture}.rope.dimension_sections" in file.metadata:
+        # Of a model that reads images, in whose file the halves of rotated pairs are apart.
         structure = replace(structure, interleaved_rope=False)
     latent = latent_attention(file, architecture) if structure.latent_attention else None
     if latent is not None:
@@ -178,11 +179,13 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         unrotated = config.unrotated_layers - config.dense_layers
         return replace(config, experts_scale=scale, unrotated_layers=unrotated)
     steps = {
+        "bailingmoe3": with_swiglu_clamps,
         "gemma4": gemma4_config,
         "granite_swa": granite_swa_config,
         "laguna": laguna_config,
         "llama4": llama4_config,
         "mimo2": mimo_config,
+        "muse-glimmer": muse_glimmer_config,
         "step35": step_config,
         **dict.fromkeys(("glm-dsa", "deepseek32"), indexer_config),
     }

@@ -4,7 +4,8 @@ import numpy as np
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.models.config import MAX_LAYERS, MAX_SIZE
+from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
+from fastinfer.models.layer_values import with_swiglu_limits
 
 
 def sizes_by_layer(file: GGUFFile, architecture: str, key: str, minimum: int = 1) -> list[int]:
@@ -74,6 +75,28 @@ def windows_by_layer(file: GGUFFile, architecture: str) -> tuple[int, ...]:
     window = file.get(f"{architecture}.attention.sliding_window", int, minimum=1, maximum=MAX_SIZE)
     flags = flags_by_layer(file, architecture, "attention.sliding_window_pattern")
     return tuple(window if flag else 0 for flag in flags)
+
+
+def with_swiglu_clamps(file: GGUFFile, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the limits of SwiGLU in each layer.
+
+    Raises:
+        GGUFFormatError: a list has another number of values, or one of them is negative.
+    """
+    return with_swiglu_limits(config, *(_clamps(file, config, f"swiglu_clamp_{part}") for part in ("exp", "shexp")))
+
+
+def _clamps(file: GGUFFile, config: ModelConfig, key: str) -> tuple[float, ...]:
+    """Return the limit of each layer, 0 for none."""
+    name = f"{config.architecture}.{key}"
+    values = file.metadata.get(name)
+    if values is None:
+        return (0.0,) * config.num_layers
+    values = np.asarray(values)
+    check_length(file, config.architecture, key, np.atleast_1d(values))
+    if values.dtype.kind != "f" or not ((values >= 0) & (values < 1e30)).all():
+        raise GGUFFormatError(f"{file.path}: {name}: expected numbers from 0, got {values.tolist()!r:.80}")
+    return tuple(float(limit) for limit in values[: config.num_layers])
 
 
 def xielu_parameter(file: GGUFFile, name: str, layer: int, num_layers: int) -> float:

@@ -37,11 +37,11 @@ def rope_scaling(file: GGUFFile, architecture: str, context_length: int, num_fac
 
 def _yarn_attention_factor(file: GGUFFile, architecture: str, factor: float) -> float | None:
     """Return the factor on cos and sin; ``None`` for the usual one."""
-    if ARCHITECTURES[architecture].structure.latent_attention:
-        return 1.0  # it is in the scale of the logits instead
     growth = file.get(f"{architecture}.rope.scaling.yarn_log_multiplier", float, 0.0, minimum=0.0)
     if not growth:
         return None
+    if ARCHITECTURES[architecture].structure.latent_attention:
+        return 1.0  # it is in the scale of the logits instead
     logarithm = 0.1 * math.log(max(factor, 1.0))
     return (1.0 + logarithm) / (1.0 + growth * logarithm)
 

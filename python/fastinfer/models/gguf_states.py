@@ -1,6 +1,6 @@
 """Layers that have a state instead of keys and values, from the metadata of a GGUF file."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,7 +12,9 @@ from fastinfer.models.gguf_fields import check_length
 from fastinfer.models.gguf_nemotron import nemotron_h_layers
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
 from fastinfer.models.stored_layers import StoredLayers, split_layers
-from fastinfer.models.structure import FALCON_H1, KIMI_LINEAR, NEMOTRON_H
+from fastinfer.models.structure import BAILING_HYBRID, FALCON_H1, KIMI_LINEAR, NEMOTRON_H
+
+_KIMI_DELTA = (KIMI_LINEAR, BAILING_HYBRID)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def state_layers(file: GGUFFile, architecture: str, num_blocks: int) -> StateLay
     if structure is NEMOTRON_H:
         stored, flags, sizes = nemotron_h_layers(file, architecture, num_blocks)
         return StateLayers(flags, stored, sizes)
-    if structure.short_convs or structure.mamba2 or structure is KIMI_LINEAR:
+    if structure.short_convs or structure.mamba2 or structure in _KIMI_DELTA:
         flags, heads = _layers_without_heads(file, architecture, num_blocks)
         return StateLayers(flags, sizes={"attention.head_count_kv": heads})
     return StateLayers(_linear_layers(file, architecture, num_blocks))
@@ -54,6 +56,8 @@ def _layers_without_heads(file: GGUFFile, architecture: str, num_layers: int) ->
     structure = ARCHITECTURES[architecture].structure
     key = f"{architecture}.attention.head_count_kv"
     counts = file.get(key, np.ndarray)
+    if len(counts) == file.get(f"{architecture}.block_count", int):
+        counts = counts[:num_layers]  # without the layers that predict later tokens
     values = {int(count) for count in counts if count}
     if structure.mamba2 and len(values) == 1 and counts.tolist() == [*values] * num_layers:
         return (), values.pop()
@@ -96,7 +100,7 @@ def state_sizes(file: GGUFFile, architecture: str, hidden_size: int) -> StateCon
     structure = ARCHITECTURES[architecture].structure
     if structure.mamba2:
         return _mamba2(file, architecture)
-    if structure is KIMI_LINEAR:
+    if structure in _KIMI_DELTA:
         return _kimi_delta_attention(file, architecture)
     if not structure.short_convs:
         return _linear_attention(file, architecture)
@@ -134,7 +138,13 @@ def _kimi_delta_attention(file: GGUFFile, architecture: str) -> LinearAttentionC
     sizes = LinearAttentionConfig(heads, heads, dim, dim, taps)
     if problem := sizes.unsupported(head_dim, head_dim, kernel_size):
         raise UnsupportedModelError(f"{file.path}: {problem}")
-    return sizes.with_channel_decays(dim)
+    if ARCHITECTURES[architecture].structure is KIMI_LINEAR:
+        return sizes.with_channel_decays(dim)
+    bounded = f"{architecture}.kda.safe_gate"
+    if not file.get(bounded, bool, True):
+        raise UnsupportedModelError(f"{file.path}: {bounded} must be True, got False")
+    bound = file.get(f"{architecture}.kda.gate_lower_bound", float, minimum=-1e3, maximum=-1e-3)
+    return replace(sizes.with_channel_decays(rank=0), decay_bound=bound)
 
 
 def _mamba2(file: GGUFFile, architecture: str) -> Mamba2Config:

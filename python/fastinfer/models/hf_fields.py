@@ -1,6 +1,6 @@
 """Checks and names that the readers of ``config.json`` share."""
 
-from fastinfer.errors import UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_SIZE
 
@@ -33,6 +33,19 @@ def require(fields: JsonFields, key: str, expected: object) -> None:
     if value is not None and value != expected:
         wanted = "null" if expected is None else repr(expected)
         raise UnsupportedModelError(f"{fields.path}: {key} must be {wanted}, got {value!r:.80}")
+
+
+def swiglu_limits(fields: JsonFields, key: str, num_layers: int) -> tuple[float, ...]:
+    """Return the limit of SwiGLU in each layer, 0 for none, from a list that may be shorter or longer.
+
+    Raises:
+        CheckpointFormatError: a limit is negative, or no number.
+    """
+    listed = fields.get(key, list, None) or []
+    numbers = [0.0 if limit is None else limit for limit in listed]
+    if not all(type(limit) in (int, float) and 0 <= limit < 1e30 for limit in numbers):
+        raise CheckpointFormatError(f"{fields.path}: {key}: expected numbers from 0, got {listed!r:.80}")
+    return (*map(float, numbers), *(0.0,) * num_layers)[:num_layers]
 
 
 def activation(fields: JsonFields, key: str, *, gated: bool = True) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
+from fastinfer.models.hf_fields import swiglu_limits
 from fastinfer.models.hf_layers import require_window
 from fastinfer.models.hf_states import FULL, SLIDING
 from fastinfer.models.layer_values import with_heads, with_swiglu_limits
@@ -58,9 +59,8 @@ def step_config(fields: JsonFields, config: ModelConfig) -> ModelConfig:
     if by_layer is not None:  # where it counts alone
         said = [by_layer.object(str(layer)) or JsonFields(fields.path, {}, fields.error) for layer in layers]
         heads = [layer.get("num_attention_heads", int, config.num_heads, minimum=1, maximum=MAX_SIZE) for layer in said]
-    limits, shared = (_limits(fields, key, config.num_layers) for key in ("swiglu_limits", "swiglu_limits_shared"))
-    config = with_heads(config, heads, fields.path, CheckpointFormatError)
-    return with_swiglu_limits(config, limits, shared)
+    limits = (swiglu_limits(fields, key, config.num_layers) for key in ("swiglu_limits", "swiglu_limits_shared"))
+    return with_swiglu_limits(with_heads(config, heads, fields.path, CheckpointFormatError), *limits)
 
 
 def _sparse_layers(fields: JsonFields, count: int) -> set[int]:
@@ -113,12 +113,3 @@ def _rope_of(fields: JsonFields, layer: int) -> dict[str, object]:
         if setting is not None:
             values[name] = setting
     return {"rope_theta": 10000.0} | values
-
-
-def _limits(fields: JsonFields, key: str, count: int) -> tuple[float, ...]:
-    """Return the limit of each layer, 0 for none."""
-    listed = fields.get(key, list, None) or [0] * count
-    numbers = [0.0 if limit is None else limit for limit in listed]
-    if not all(type(limit) in (int, float) and 0 <= limit < 1e30 for limit in numbers):
-        raise CheckpointFormatError(f"{fields.path}: {key}: expected numbers from 0, got {listed!r:.80}")
-    return tuple(map(float, numbers))

@@ -125,7 +125,11 @@ STEPS: dict[str, Steps] = {
     "ArceeForCausalLM": Steps({"hidden_act": "relu2"}),
     # The activation of its experts, whatever the file says.
     "AriaTextForCausalLM": Steps({"hidden_act": "silu", "mlp_bias": False}),
-    "BailingHybridForCausalLM": Steps(prepare=prepare_bailing_hybrid, finish=bailing_hybrid_config),
+    "BailingHybridForCausalLM": Steps(
+        {"no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise"},
+        prepare=prepare_bailing_hybrid,
+        finish=bailing_hybrid_config,
+    ),
     "CohereForCausalLM": Steps({"use_qk_norm": False}),
     "Cohere2MoeForCausalLM": Steps(
         prepare=prepare_cohere2_moe, structure=cohere2_moe_structure, finish=cohere2_moe_config
