@@ -6,7 +6,6 @@
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from support.teacher_forcing import log_probabilities
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
-from fastinfer.models.hf_config import read_hf_config
 from fastinfer.models.loader import load_decoder
 
 conversion = pytest.importorskip("conversion", reason="llama.cpp's converter; run make converter")
@@ -40,8 +38,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "phimoe-published": {"head_dim": 16},
 }
-# It refuses other sizes than the published ones.
-REFUSED = ("hunyuan-moe",)
+# It refuses other sizes than the published ones; it cannot say that the last layers are no whole group.
+REFUSED = ("hunyuan-moe", "bailing-hybrid")
 
 
 @pytest.fixture(autouse=True)
@@ -84,11 +82,7 @@ def convert(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_log_probabilities(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(family, **SIZES.get(family, {}))
     model.save_pretrained(tmp_path)
-    before = read_hf_config(tmp_path / "config.json")
     convert(tmp_path, family, monkeypatch)
-    # Published checkpoints are read like those that transformers writes.
-    after = read_hf_config(tmp_path / "config.json")
-    assert replace(after, architecture=before.architecture) == before
     checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"), exact=True)
     decoder = load_decoder(checkpoint, Precision.of("float32"), 256)
     got, reference = log_probabilities(decoder, some_tokens(), "float32"), expected(model, some_tokens())
