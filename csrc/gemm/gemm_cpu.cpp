@@ -15,8 +15,12 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
-constexpr int kChunkBytes = 4096;  // inputs: a block of x takes 256 KB then, and stays in the L2
-constexpr int kColumns = 8;        // rows of the weight that are read side by side
+constexpr int kChunkBytes = 4096;    // inputs: a block of x takes 256 KB then, and stays in the L2
+constexpr int kColumns = 8;          // rows of the weight that are read side by side
+constexpr int64_t kSweepRows = 512;  // rows of x whose sums are kept
+// Rows of the weight whose sums are kept: more of them where x is too large for the L3, from which it is read once for
+// all of them.
+constexpr int64_t kColumnsTogether = 64, kMostColumnsTogether = 128, kLargeBytes = 16 << 20;
 #if defined(FASTINFER_AVX512_VNNI)
 constexpr int kTileColumns = 4;  // 6 x 4 takes 24 sums and 5 operands, of 32 registers
 #else
@@ -64,9 +68,11 @@ FASTINFER_INLINE void add_to(float* sums, V values) {
 // Adds to sums[kM][kN] the products of kM rows of x with kN of the weight over `count` inputs; inlined, its sums would
 // be spilled. Few rows of the weight are too few streams for the hardware to fetch in time, so those `ahead` elements
 // further, which come next, are prefetched: for one row of x into the L2, because eight rows of the weight fill the L1.
+// So are `later_x`, as many inputs of a row of x that is multiplied later: those of many rows do not fit in the L2.
 template <class Products, int kM, int kN, class W>
 __attribute__((noinline)) void multiply(const W* const* w, const typename Products::Element* x, int64_t x_stride,
-                                        int64_t count, int64_t ahead, float* sums, int stride) {
+                                        int64_t count, int64_t ahead, const typename Products::Element* later_x,
+                                        float* sums, int stride) {
   f32v acc[kM][kN] = {};
   for (int64_t i = 0; i < count; i += Products::kStep) {
     decltype(Products::load(x)) columns[kN];
@@ -75,6 +81,7 @@ __attribute__((noinline)) void multiply(const W* const* w, const typename Produc
     if ((kN == kTileColumns || kM == 1) && ahead != 0) {
       for (int c = 0; c < kN; ++c) __builtin_prefetch(w[c] + i + ahead, 0, kM == 1 ? 2 : 3);
     }
+    if (kM == 6) __builtin_prefetch(later_x + i, 0, 2);
 #pragma GCC unroll 8
     for (int r = 0; r < kM; ++r) {
       const auto row = in_register(Products::load(x + r * x_stride + i));
@@ -100,11 +107,12 @@ __attribute__((noinline)) void multiply(const W* const* w, const typename Produc
   }
 }
 
-// Rows of x after the prologue, followed by zeros up to a multiple of the products' step.
+// Rows of x after the prologue: chunk after chunk, followed by zeros up to a multiple of the products' step.
 template <class Element>
 struct Rows {
   const Element* data;
-  int64_t stride;
+  int64_t stride;        // between rows of a chunk
+  int64_t chunk_stride;  // between chunks of a row
 };
 
 template <class Products, class W>
@@ -116,24 +124,51 @@ class DenseGemm {
 
   void run() const {
     const int width = p_.activation != Activation::kNone ? 2 * kTileRows : kTileRows;  // rows of the weight in a unit
-    const auto multiply = [&](int64_t expert, int64_t unit, int64_t row0, int rows, float* sums, const auto&) {
-      const W* weight = static_cast<const W*>(p_.weight) + expert * p_.n * p_.k;
-      std::fill_n(sums, rows * width, 0.0f);
-      if (rows == 1 && kReadsLines && p_.k <= Products::kMostInputsAlone) {
-        multiply_row(weight, unit * width, width, row0, sums);
-        return false;
-      }
-      for (int column = 0; column < width; column += kColumns) {
-        for (int64_t i = 0; i < p_.k; i += Products::kChunk) {
-          multiply_chunk(weight, unit * width + column, i, row0, rows, sums + column, width);
-        }
-      }
-      return false;
-    };
-    for_each_product<kRowBlock>(p_, (p_.n + width - 1) / width, width, multiply);
+    for_each_run(p_, (p_.n + width - 1) / width, 0,
+                 [&](int64_t expert, int64_t first, int64_t last, int64_t begin, int64_t end) {
+                   const int64_t sweep = std::min(kSweepRows, end - begin);
+                   const int64_t bytes = sweep * p_.k * static_cast<int64_t>(sizeof(Element));
+                   const int64_t columns = bytes > kLargeBytes ? kMostColumnsTogether : kColumnsTogether;
+                   const int64_t together = sweep <= kRowsOfGroups ? kRowBlock / kRowsOfGroups : columns / width;
+                   auto* sums = scratch_array<float>(kTileSums, sweep * together * width);
+                   for (; first < last; first += together) {
+                     for (int64_t row0 = begin; row0 < end; row0 += sweep) {
+                       multiply_units(expert, first, std::min(together, last - first), width, row0,
+                                      static_cast<int>(std::min(sweep, end - row0)), sums);
+                     }
+                   }
+                 });
   }
 
  private:
+  // Computes the outputs of some rows and units, whose sums are kept until the last chunk.
+  void multiply_units(int64_t expert, int64_t first, int64_t count, int width, int64_t row0, int rows,
+                      float* sums) const {
+    const W* weight = static_cast<const W*>(p_.weight) + expert * p_.n * p_.k;
+    const int64_t n0 = first * width, columns = count * width, unit_size = rows * width;
+    std::fill_n(sums, columns * rows, 0.0f);
+    const auto multiply_block = [&](int64_t i, int64_t row, int64_t column) {
+      multiply_chunk(weight, n0 + column, i, row0 + row, std::min<int>(kRowBlock, rows - row), column,
+                     sums + column / width * unit_size + row * width + column % width, width);
+    };
+    if (rows == 1 && kReadsLines && p_.k <= Products::kMostInputsAlone) {
+      multiply_row(weight, n0, columns, row0, sums);
+    } else if (rows <= kRowsOfGroups) {  // the weight is read as long streams
+      for (int64_t column = 0; column < columns; column += kColumns) {
+        for (int64_t i = 0; i < p_.k; i += Products::kChunk) multiply_block(i, 0, column);
+      }
+    } else {  // a block of x comes from memory once for all columns
+      for (int64_t i = 0; i < p_.k; i += Products::kChunk) {
+        for (int64_t row = 0; row < rows; row += kRowBlock) {
+          for (int64_t column = 0; column < columns; column += kColumns) multiply_block(i, row, column);
+        }
+      }
+    }
+    for (int64_t unit = 0; unit < count; ++unit) {
+      finish(p_, expert, {.data = sums + unit * unit_size, .stride = width, .first = first + unit}, row0, rows);
+    }
+  }
+
   // Whether each load of the weight is a line of the cache: then a single sum keeps up with the memory.
   static constexpr bool kReadsLines = Products::kStep * sizeof(W) == 64;
 
@@ -158,7 +193,7 @@ class DenseGemm {
         const int64_t count = std::min<int64_t>(Products::kChunk, p_.k - i),
                       whole = count / Products::kStep * Products::kStep;
         const W* w = weight + (n0 + c) * p_.k + i;
-        const Element* x = x_.data + row0 * x_.stride + i;
+        const Element* x = x_at(row0, i);
         if (whole > 0) add_product(w, x, whole, sums + c);
         if (whole == count) continue;
         W rest[Products::kStep] = {};
@@ -167,6 +202,10 @@ class DenseGemm {
       }
     }
     add_waiting();
+  }
+
+  const Element* x_at(int64_t row, int64_t i) const {
+    return x_.data + i / Products::kChunk * x_.chunk_stride + row * x_.stride;
   }
 
   FASTINFER_INLINE static f32v dot(const W* w, const Element* x, int64_t count) {
@@ -178,31 +217,35 @@ class DenseGemm {
     return sum;
   }
 
-  // Adds the products with the weight's rows n0 .. n0 + kColumns over the chunk of inputs that starts at i.
-  void multiply_chunk(const W* weight, int64_t n0, int64_t i, int64_t row0, int rows, float* sums, int stride) const {
+  // Adds the products with the weight's rows n0 .. n0 + kColumns over the chunk of inputs that starts at i. `column`
+  // says how many rows of the weight the same rows of x have been multiplied with.
+  void multiply_chunk(const W* weight, int64_t n0, int64_t i, int64_t row0, int rows, int64_t column, float* sums,
+                      int stride) const {
     const int64_t count = std::min<int64_t>(Products::kChunk, p_.k - i),
                   whole = count / Products::kStep * Products::kStep;
     const W* w[kColumns];
     for (int c = 0; c < kColumns; ++c) {
       w[c] = weight + std::min(n0 + c, p_.n - 1) * p_.k + i;  // past the end: a row again
     }
-    const Element* x = x_.data + row0 * x_.stride + i;
-    if (whole > 0) multiply_rows(w, x, rows, whole, sums, stride);
+    const Element* x = x_at(row0, i);
+    if (whole > 0) multiply_rows(w, x, rows, whole, x_at(row0 + kRowBlock + column, i), sums, stride);
     if (whole == count) return;
     W rest[kColumns][Products::kStep] = {};
     for (int c = 0; c < kColumns; ++c) {
       std::copy(w[c] + whole, w[c] + count, rest[c]);
       w[c] = rest[c];
     }
-    multiply_rows(w, x + whole, rows, Products::kStep, sums, stride);
+    multiply_rows(w, x + whole, rows, Products::kStep, x, sums, stride);
   }
 
-  void multiply_rows(const W* const* w, const Element* x, int rows, int64_t count, float* sums, int stride) const {
+  void multiply_rows(const W* const* w, const Element* x, int rows, int64_t count, const Element* later_x, float* sums,
+                     int stride) const {
     int row = 0;
     const auto tiles = [&]<int kM, int kN>() {
       for (; row + kM <= rows; row += kM) {
         for (int c = 0; c < kColumns; c += kN) {
           multiply<Products, kM, kN>(w + c, x + row * x_.stride, x_.stride, count, row == 0 ? kN * p_.k : 0,
+                                     c == 0 && row < 8 * kM ? later_x + row / kM * x_.stride : x + row * x_.stride,
                                      sums + row * stride + c, stride);
         }
       }
@@ -232,17 +275,22 @@ struct DenseTiles {
 #endif
 
 #if defined(FASTINFER_AVX512_BF16) && !defined(FASTINFER_TILES)
+// Chunks of all rows one after another: those of a block's rows are then in different sets of the L2.
 Rows<BFloat16> bfloat16_rows(const GemmParams& p) {
-  constexpr int kStep = BFloat16Products::kStep;
-  const int64_t stride = (p.k + kStep - 1) / kStep * kStep + 32;  // the stride of float_rows
-  auto* data = scratch_array<BFloat16>(kActivations, p.m * stride);
+  constexpr int kStep = BFloat16Products::kStep, kChunk = BFloat16Products::kChunk;
+  const int64_t padded = (p.k + kStep - 1) / kStep * kStep, chunks = (p.k + kChunk - 1) / kChunk;
+  const int64_t stride = std::min<int64_t>(kChunk, padded) + 32;  // a line of the cache more, as in float_rows
+  auto* data = scratch_array<BFloat16>(kActivations, chunks * p.m * stride);
   for_each_row_range(p, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const BFloat16* x = static_cast<const BFloat16*>(p.x) + p.expert_rows.x_row(row) * p.x_stride;
-      std::fill(std::copy_n(x, p.k, data + row * stride), data + (row + 1) * stride, BFloat16{0});
+      for (int64_t i = 0; i < p.k; i += kChunk) {
+        BFloat16* out = data + (i / kChunk * p.m + row) * stride;
+        std::fill(std::copy_n(x + i, std::min<int64_t>(kChunk, p.k - i), out), out + stride, BFloat16{0});
+      }
     }
   });
-  return {data, stride};
+  return {data, stride, p.m * stride};
 }
 #endif
 
@@ -259,7 +307,8 @@ void gemm(const DenseGemmParams& p) {
   }
 #endif
   const FloatRows x = float_rows(p);
-  dispatch(p.weight_dtype, [&]<class W>(W) { DenseGemm<FloatProducts, W>(p, {x.data, x.stride}).run(); });
+  dispatch(p.weight_dtype,
+           [&]<class W>(W) { DenseGemm<FloatProducts, W>(p, {x.data, x.stride, FloatProducts::kChunk}).run(); });
 #endif
 }
 

@@ -115,6 +115,18 @@ def test_inputs_in_several_chunks(dtype: torch.dtype, in_features: int, device: 
         assert_bitwise(torch.cat([ops.gemm(rows, weight) for rows in x.split(size)]), out)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_in_several_sweeps(dtype: torch.dtype, activation: str | None, device: str) -> None:
+    """512 rows and 18 of the next sweep, with outputs of more than one group, over a chunk and a part (two of fp32)."""
+    x, weight = operands(530, 160, 2109, dtype, dtype, device)
+    options = {"bias": torch.randn(160, device=device), "activation": activation}
+    assert_gemm(x, weight, **options)
+    for out in per_thread_count(lambda: ops.gemm(x, weight, **options)):
+        for row in (0, 63, 64, 511, 512, 529):
+            assert_bitwise(ops.gemm(x[row : row + 1], weight, **options), out[row : row + 1])
+
+
 def test_nan_stays_in_its_row(device: str) -> None:
     x, weight = operands(19, 40, 64, torch.float32, torch.float32, device)
     x[7, 3] = torch.nan
