@@ -142,7 +142,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "channel-delta-net": (
         "kimi-linear-plain",
         {key: value for key, value in LATENT.items() if key not in ("q_lora_rank", "n_routed_experts")}
-        | {"num_local_experts": 16, "intermediate_size": 9216, "linear_num_heads": 16, "linear_head_dim": 128},
+        | {"num_local_experts": 16, "intermediate_size": 9216, "linear_num_heads": 16, "linear_head_dim": 128}
+        | {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "tie_word_embeddings": False},
     ),
     "mamba2-experts": (
         "nemotron-h-moe",
@@ -175,6 +176,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "head_dim": 128,
+            "tie_word_embeddings": False,
         },
     ),
     "chunked-attention-experts": (
@@ -192,13 +194,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gated-heads-experts": (
-        "laguna",
+        "laguna-published",
         {
             "hidden_size": 2048,
             "intermediate_size": 8192,
             "num_hidden_layers": 6,
             "num_attention_heads": 32,
-            "num_attention_heads_per_layer": [32, 48, 48, 32, 48, 48],
+            "num_attention_heads_per_layer": [32, 48, 48, 48, 32, 48],
             "num_key_value_heads": 8,
             "head_dim": 128,
             "sliding_window": 512,

@@ -254,6 +254,7 @@ def test_pre_tokenizers(name: str, text: str, words: list[str]) -> None:
         ("minimax-m2", "i|Phone's| |123|4"),
         # Line ends apart from all else.
         ("laguna", "WE|'LL|?!|\n\n| | go|  |\n| |1|2"),
+        ("minicpm5", "WE|'LL|  |123|4| go|?!\n"),
         # Line ends apart from punctuation.
         ("seed-coder", "go|?!|\n\n|1"),
         ("bailingmoe", "go|?\n\n| \n|1"),

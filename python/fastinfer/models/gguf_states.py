@@ -8,7 +8,7 @@ from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_SIZE
 from fastinfer.models.gguf_architectures import ARCHITECTURES
-from fastinfer.models.gguf_fields import check_length
+from fastinfer.models.gguf_fields import flags_by_layer
 from fastinfer.models.gguf_nemotron import nemotron_h_layers
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
 from fastinfer.models.stored_layers import StoredLayers, split_layers
@@ -76,15 +76,13 @@ def _linear_layers(file: GGUFFile, architecture: str, num_layers: int) -> tuple[
         return ()
     name = "attention.recurrent_layers"  # older files do not have it
     if f"{architecture}.{name}" in file.metadata:
-        flags = file.get(f"{architecture}.{name}", np.ndarray)
-        check_length(file, architecture, name, flags)
-        linear = tuple(bool(flag) for flag in flags[:num_layers])
+        linear = flags_by_layer(file, architecture, name)[:num_layers]
         if len(set(linear)) != 2:
             raise UnsupportedModelError(
                 f"{file.path}: {architecture}.{name}: expected layers with linear attention and layers with full "
-                f"attention, got {flags.tolist()!r:.80}"
+                f"attention, got {linear!r:.80}"
             )
-        return linear
+        return tuple(linear)
     key = f"{architecture}.full_attention_interval"
     period = file.get(key, int, period, minimum=1, maximum=MAX_SIZE)
     if not 2 <= period <= num_layers:

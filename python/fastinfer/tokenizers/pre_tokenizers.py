@@ -97,6 +97,11 @@ def _laguna() -> pre_tokenizers.PreTokenizer:
     return _split(r"[^\n]+|\n+", _WORD + r"|\p{N}|" + _REST)
 
 
+def _minicpm5() -> pre_tokenizers.PreTokenizer:
+    """Split off digits in runs of up to three, then split like Qwen2: spaces before digits are not divided."""
+    return _split(r"\p{N}{1,3}", _WORD + r"|\p{N}+|" + _REST)
+
+
 def _qwen35() -> pre_tokenizers.PreTokenizer:
     """Split like Qwen2, with combining marks as letters."""
     return _split(_QWEN35)
@@ -193,6 +198,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "deepseek-r1-qwen": _qwen2,
     **dict.fromkeys(("stablelm2", "megrez", "kormo", "hunyuan", "solar-open", "grok-2"), _qwen2),
     "laguna": _laguna,
+    "minicpm5": _minicpm5,
     "qwen35": _qwen35,
     "seed-coder": _seed_coder,
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _bailing),
@@ -212,9 +218,9 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 # Their BPE encodes a word that is a token without merges (``ignore_merges`` of the tokenizers library).
 IGNORE_MERGES = frozenset(
     {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "midm-2.0", "lfm2", "pixtral", "tekken", "glm4", "glm5"}
-    | {"youtu"}
+    | {"youtu", "minicpm5"}
 )
 # By default they do not begin a text with the beginning-of-text token, as the others of IGNORE_MERGES do.
-NO_BOS = frozenset({"glm4", "glm5", "youtu"})
+NO_BOS = frozenset({"glm4", "glm5", "youtu", "minicpm5"})
 # They normalise a text to NFC first.
 NORMALIZE_NFC = frozenset({"qwen2", "deepseek-r1-qwen", "command-r", "qwen35", "stablelm2", "megrez", "kormo"})
