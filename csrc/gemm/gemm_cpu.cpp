@@ -1,7 +1,9 @@
 // Dense weights stay as they are, row-major: each output is a dot product along the inputs, a few rows of x by a few of
 // the weight at a time. With one row of x, rows of the weight that are not long are read one by one: as a single stream
 // they come at the speed of the memory. Long rows come faster eight at once, with prefetching
-// (docs/performance-log.md, dense products).
+// (docs/performance-log.md, dense products). With more than eight rows of x, the sums of 64 or 128 rows of the weight
+// and of up to 512 of x are kept, and the products go from one chunk of inputs to the next: then a block of x is read
+// once for all of these rows of the weight.
 //
 // The inputs are cut into chunks. Over a chunk, lane i of a vector adds up every kLanes-th product, one after another;
 // a tree adds the lanes, and the chunks' sums follow one another. Nothing in that depends on how many rows x has.
@@ -15,9 +17,8 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
-constexpr int kChunkBytes = 4096;    // inputs: a block of x takes 256 KB then, and stays in the L2
-constexpr int kColumns = 8;          // rows of the weight that are read side by side
-constexpr int64_t kSweepRows = 512;  // rows of x whose sums are kept
+constexpr int kChunkBytes = 4096;  // inputs: a block of x takes 256 KB then, and stays in the L2
+constexpr int kColumns = 8;        // rows of the weight that are read side by side
 // Rows of the weight whose sums are kept: more of them where x is too large for the L3, from which it is read once for
 // all of them.
 constexpr int64_t kColumnsTogether = 64, kMostColumnsTogether = 128, kLargeBytes = 16 << 20;
@@ -68,7 +69,8 @@ FASTINFER_INLINE void add_to(float* sums, V values) {
 // Adds to sums[kM][kN] the products of kM rows of x with kN of the weight over `count` inputs; inlined, its sums would
 // be spilled. Few rows of the weight are too few streams for the hardware to fetch in time, so those `ahead` elements
 // further, which come next, are prefetched: for one row of x into the L2, because eight rows of the weight fill the L1.
-// So are `later_x`, as many inputs of a row of x that is multiplied later: those of many rows do not fit in the L2.
+// `later_x`, as many inputs of a row that is multiplied later, is prefetched into the L2, too, where the x of many rows
+// does not fit.
 template <class Products, int kM, int kN, class W>
 __attribute__((noinline)) void multiply(const W* const* w, const typename Products::Element* x, int64_t x_stride,
                                         int64_t count, int64_t ahead, const typename Products::Element* later_x,
@@ -107,7 +109,7 @@ __attribute__((noinline)) void multiply(const W* const* w, const typename Produc
   }
 }
 
-// Rows of x after the prologue: chunk after chunk, followed by zeros up to a multiple of the products' step.
+// Rows of x after the prologue, followed by zeros up to a multiple of the products' step.
 template <class Element>
 struct Rows {
   const Element* data;
@@ -129,7 +131,7 @@ class DenseGemm {
                    const int64_t sweep = std::min(kSweepRows, end - begin);
                    const int64_t bytes = sweep * p_.k * static_cast<int64_t>(sizeof(Element));
                    const int64_t columns = bytes > kLargeBytes ? kMostColumnsTogether : kColumnsTogether;
-                   const int64_t together = sweep <= kRowsOfGroups ? kRowBlock / kRowsOfGroups : columns / width;
+                   const int64_t together = sweep <= kRowsOfGroups ? kUnitsOfGroups : columns / width;
                    auto* sums = scratch_array<float>(kTileSums, sweep * together * width);
                    for (; first < last; first += together) {
                      for (int64_t row0 = begin; row0 < end; row0 += sweep) {
@@ -218,7 +220,8 @@ class DenseGemm {
   }
 
   // Adds the products with the weight's rows n0 .. n0 + kColumns over the chunk of inputs that starts at i. `column`
-  // says how many rows of the weight the same rows of x have been multiplied with.
+  // says how many rows of the weight the same rows of x have been multiplied with: each eight of the first 64 prefetch
+  // eight rows of the next block.
   void multiply_chunk(const W* weight, int64_t n0, int64_t i, int64_t row0, int rows, int64_t column, float* sums,
                       int stride) const {
     const int64_t count = std::min<int64_t>(Products::kChunk, p_.k - i),
@@ -228,7 +231,8 @@ class DenseGemm {
       w[c] = weight + std::min(n0 + c, p_.n - 1) * p_.k + i;  // past the end: a row again
     }
     const Element* x = x_at(row0, i);
-    if (whole > 0) multiply_rows(w, x, rows, whole, x_at(row0 + kRowBlock + column, i), sums, stride);
+    if (whole > 0)
+      multiply_rows(w, x, rows, whole, column < kRowBlock ? x_at(row0 + kRowBlock + column, i) : x, sums, stride);
     if (whole == count) return;
     W rest[kColumns][Products::kStep] = {};
     for (int c = 0; c < kColumns; ++c) {
@@ -241,6 +245,7 @@ class DenseGemm {
   void multiply_rows(const W* const* w, const Element* x, int rows, int64_t count, const Element* later_x, float* sums,
                      int stride) const {
     int row = 0;
+    // The other tiles prefetch the row that they read, which costs less than a branch.
     const auto tiles = [&]<int kM, int kN>() {
       for (; row + kM <= rows; row += kM) {
         for (int c = 0; c < kColumns; c += kN) {

@@ -2,8 +2,8 @@
 //
 // The output is cut into units of one tile of 16 weight rows (two where a gated activation follows, gate and up, or
 // where a kernel takes two together). A thread gets a contiguous run of units and, for each, sweeps all rows of x in
-// blocks: the tile's weights come from memory once and then stay in the cache. Every output element is summed in one
-// order, whatever m and the number of threads are.
+// blocks: the tile's weights come from memory once and then stay in the cache. Dense weights take several units at once
+// (gemm_cpu.cpp). Every output element is summed in one order, whatever m and the number of threads are.
 //
 // With a stack of experts there are units of every expert that has rows, and each sweeps its expert's rows alone.
 #pragma once
@@ -18,8 +18,10 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kHalves = kTileRows / kLanes;  // vectors that hold a tile's 16 rows
-inline constexpr int kRowBlock = 64;                // rows of x whose sums are kept: 8 KB
-inline constexpr int kRowsOfGroups = 8;             // with so few, the sums of several units are kept
+inline constexpr int kRowBlock = 64;                // rows of x that are multiplied at once
+inline constexpr int64_t kSweepRows = 512;          // rows of x whose sums are kept where those of several units are
+inline constexpr int kRowsOfGroups = 8;             // with so few rows, the sums of so many units are finished together
+inline constexpr int kUnitsOfGroups = kRowBlock / kRowsOfGroups;
 // With so many rows for each thread, it takes all units with its own rows, and not all rows with its own units: the
 // rows then stay in its L2 from product to product, which is worth more than reading and unpacking all of the weight.
 inline constexpr int64_t kRowsAlone = 128;
@@ -122,7 +124,7 @@ void for_each_product(const GemmParams& p, int64_t units, int stride, const Mult
   static_assert(kRows >= kRowBlock);
   for_each_run(p, units, 0, [&](int64_t expert, int64_t first, int64_t last, int64_t begin, int64_t end) {
     alignas(64) float sums[kRows * 2 * kTileRows];
-    const int64_t together = end - begin <= kRowsOfGroups ? kRowBlock / kRowsOfGroups : 1;
+    const int64_t together = end - begin <= kRowsOfGroups ? kUnitsOfGroups : 1;
     for (int64_t count; first < last; first += count) {
       count = std::min(together, last - first);
       for (int64_t row0 = begin; row0 < end; row0 += kRows) {

@@ -149,6 +149,8 @@ def test_gguf_files_of_muse_glimmer(changes: dict[str, Any], tmp_path: Path) -> 
     folder = HFCheckpoint(tmp_path).config
     assert [getattr(checkpoint.config, name) for name in same] == [getattr(folder, name) for name in same]
     assert checkpoint.config.logits_scale == pytest.approx(folder.logits_scale)
+    checkpoint.file.metadata["muse-glimmer.rope.freq_base_swa"] = 50.0  # only layers with windows rotate
+    assert read_gguf_config(checkpoint.file).rope_theta == 50.0
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,13 @@ def test_files_of_models_that_read_images(tmp_path: Path) -> None:
     assert (logits_of(file) - reference).abs().max() > 1e-3
 
 
+def test_one_limit_for_all_layers(tmp_path: Path) -> None:
+    file = written(tmp_path, make_model(FAMILY), swiglu_clamp_exp=0.5)
+    config = read_gguf_config(file)
+    file.metadata["bailingmoe3.swiglu_clamp_exp"] = np.full(config.num_layers, 0.5, np.float32)
+    assert read_gguf_config(file) == config
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gguf")
@@ -119,7 +126,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"kda.gate_lower_bound": 0.0}, GGUFFormatError, "kda.gate_lower_bound': expected -1000.0 to -0.001, got 0.0"),
         ({"kda.gate_lower_bound": None}, GGUFFormatError, "'bailingmoe3.kda.gate_lower_bound' is missing"),
         ({"attention.head_count_kv": np.array([0] * 6)}, GGUFFormatError, "expected 6 numbers, some 0"),
-        ({"attention.head_count_kv": np.array([0, 0, 1])}, GGUFFormatError, "expected 6 numbers, some 0"),
+        ({"attention.head_count_kv": np.array([0, 0, 1])}, GGUFFormatError, "expected 6 values, one for"),
+        ({"attention.head_count_kv": np.array([np.nan] * 6)}, GGUFFormatError, "expected sizes from 0, got"),
         ({"swiglu_clamp_exp": np.array([0.0] * 5)}, GGUFFormatError, "bailingmoe3.swiglu_clamp_exp: expected 6 values"),
         ({"swiglu_clamp_shexp": np.array([-1.0] * 6)}, GGUFFormatError, "swiglu_clamp_shexp: expected numbers from 0"),
     ],

@@ -224,6 +224,24 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert scales[0] == scales[1] == 32**-0.5 < scales[2]
 
 
+def test_yarn_of_latent_attention(tmp_path: Path) -> None:
+    """Without DeepSeek's factor on the scale of logits it has the usual one on cos and sin."""
+    file = written(tmp_path, "deepseek-v3-mscale")
+    assert read_gguf_config(file).rope_scaling.attention_factor == 1.0
+    del file.metadata["deepseek2.rope.scaling.yarn_log_multiplier"]
+    assert read_gguf_config(file).rope_scaling.attention_factor is None
+
+
+def test_experts_of_phi(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"phimoe\.expert_used_count must be 2, got 3"):
+        read_gguf_config(written(tmp_path, "phimoe-published", expert_used_count=3))
+
+
+def test_too_many_dense_layers(tmp_path: Path) -> None:
+    with pytest.raises(GGUFFormatError, match=r"leading_dense_block_count.*got 4294967295"):
+        read_gguf_config(written(tmp_path, "deepseek-v3-mscale", leading_dense_block_count=2**32 - 1))
+
+
 def test_context_too_long_for_its_rotary_table(model_path: Path) -> None:
     """The file's claim alone must not cost gigabytes; a shorter max_model_len makes it usable."""
     file = GGUFFile(model_path)

@@ -91,7 +91,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"kda.head_dim": 24}, UnsupportedModelError, "kimi-linear.kda.head_dim must be a multiple of 16 up to 256"),
         ({"kda.head_dim": 0}, GGUFFormatError, "kimi-linear.kda.head_dim"),
         ({"ssm.conv_kernel": 5}, UnsupportedModelError, "ssm.conv_kernel must be from 2 to 4, or 7, got 5"),
-        ({"attention.head_count_kv": np.array([0, 0, 0, 1])}, GGUFFormatError, "expected 5 numbers, some 0"),
+        ({"attention.head_count_kv": np.array([0, 0, 0, 1])}, GGUFFormatError, "expected 5 values, one for"),
         ({"attention.head_count_kv": np.array([0] * 5)}, GGUFFormatError, "expected 5 numbers, some 0"),
         ({"attention.head_count_kv": np.array([1] * 5)}, GGUFFormatError, "expected 5 numbers, some 0"),
     ],

@@ -334,6 +334,7 @@ def test_gguf_metadata_of_step(tmp_path: Path) -> None:
         ("attention.sliding_window_pattern", np.array([True]), GGUFFormatError, "sliding_window_pattern: expected 6"),
         ("swiglu_clamp_exp", np.array([0.0, 1.0]), GGUFFormatError, "swiglu_clamp_exp: expected 6 values, one for"),
         ("swiglu_clamp_exp", np.array([0.0] * 5 + [-1.0]), GGUFFormatError, "clamp_exp: expected numbers from 0, got"),
+        ("swiglu_clamp_exp", -1.0, GGUFFormatError, "expected 0.0 to .*, got -1.0"),
         ("swiglu_clamp_shexp", np.array([7] * 6), GGUFFormatError, "clamp_shexp: expected numbers from 0, got"),
         ("rope.dimension_count", 2, GGUFFormatError, "expected a rotary size that is a multiple of 4, got 2"),
     ],

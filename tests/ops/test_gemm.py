@@ -127,6 +127,15 @@ def test_rows_in_several_sweeps(dtype: torch.dtype, activation: str | None, devi
             assert_bitwise(ops.gemm(x[row : row + 1], weight, **options), out[row : row + 1])
 
 
+def test_sums_of_more_outputs_where_x_is_large(device: str) -> None:
+    """512 rows of so many inputs take more than 16 MB; there is a part of a second group of 128 outputs."""
+    x, weight = operands(512, 136, 8200, torch.float32, torch.float32, device)
+    assert_gemm(x, weight)
+    out = ops.gemm(x, weight)
+    for row in (0, 63, 511):
+        assert_bitwise(ops.gemm(x[row : row + 1], weight), out[row : row + 1])
+
+
 def test_nan_stays_in_its_row(device: str) -> None:
     x, weight = operands(19, 40, 64, torch.float32, torch.float32, device)
     x[7, 3] = torch.nan

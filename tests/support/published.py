@@ -175,7 +175,7 @@ PUBLISHED: dict[str, Callable[[Fields], None]] = {
 
 
 def changed_by_publishing(family: str) -> Callable[[Fields], None] | None:
-    """What to do with config.json; ``None`` if transformers writes the published form."""
+    """Return the change of config.json; ``None`` if transformers writes the published form."""
     if family.startswith("cohere2-moe"):
         return None
     return next((to for name, to in PUBLISHED.items() if family == name or family.startswith(f"{name}-")), None)

@@ -377,7 +377,7 @@ class GGUFCheckpoint:
         return self._rows_within(name, part) if fused in self.file.tensors else None
 
     def _rows_within(self, name: str, part: str) -> slice:
-        """Return the rows of a part in the fused matrix of which another part has this name."""
+        """Return the rows of ``part`` in the fused matrix that also has the matrix ``name``."""
         layer, owner, _ = split_name(name)
         inner = self.config.shared_intermediate_size if owner == "shared_expert" else None
         return fused_rows(self.config, layer, part, inner)

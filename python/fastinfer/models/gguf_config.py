@@ -102,10 +102,12 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise GGUFFormatError(f"{file.path}: rotary size must be even and at most {head_dim}, got {rotary_dim}")
     # Phi-3.5-MoE has a LayerNorm and Nemotron-H has none, but their files may name the epsilon the other way.
-    has_mean = structure.norm == "layer_norm" and architecture != "phimoe"
-    rms_epsilon = f"{architecture}.attention.layer_norm_rms_epsilon"
-    has_mean |= structure is NEMOTRON_H and rms_epsilon not in file.metadata
-    epsilon = "layer_norm_epsilon" if has_mean else "layer_norm_rms_epsilon"
+    epsilon = "layer_norm_epsilon"
+    if architecture == "phimoe" or (
+        structure.norm != "layer_norm"
+        and (structure is not NEMOTRON_H or f"{architecture}.attention.{epsilon}" not in file.metadata)
+    ):
+        epsilon = "layer_norm_rms_epsilon"
     num_experts = size("expert_count", 0)
     dense = _dense_layers(file, architecture, num_layers) if num_experts else frozenset()
     # The second names are those of Ollama's files of Gemma 3.
@@ -196,7 +198,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
 def _dense_layers(file: GGUFFile, architecture: str, num_layers: int) -> frozenset[int]:
     """Return the layers of a model with experts that have none."""
     if ARCHITECTURES[architecture].counts_dense:
-        return frozenset(range(file.get(f"{architecture}.leading_dense_block_count", int, 0, minimum=0)))
+        count = file.get(f"{architecture}.leading_dense_block_count", int, 0, minimum=0, maximum=MAX_LAYERS)
+        return frozenset(range(count))
     return frozenset(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in file.tensors)
 
 

@@ -10,7 +10,10 @@ def router(file: GGUFFile, architecture: str) -> RouterConfig:
     """Return how the experts of a token are chosen."""
     if not file.get(f"{architecture}.expert_count", int, 0):
         return RouterConfig()  # whatever the file says of groups
-    if architecture == "phimoe":  # whose files do not say the tolerance, which is that of the published model
+    if architecture == "phimoe":
+        if (count := file.get("phimoe.expert_used_count", int)) != 2:
+            raise UnsupportedModelError(f"{file.path}: phimoe.expert_used_count must be 2, got {count}")
+        # The files do not say the tolerance, which is that of the published model.
         return RouterConfig("sparsemixer", renormalize=False, jitter=0.01)
     family = ARCHITECTURES[architecture]
     has_bias = any(name.endswith((".exp_probs_b.bias", ".exp_probs_b")) for name in file.tensors)

@@ -41,7 +41,7 @@ def same_size(file: GGUFFile, architecture: str, key: str) -> int:
 
 
 def head_sizes(file: GGUFFile) -> dict[str, int]:
-    """Return the numbers of heads of an architecture whose query heads differ by layer, by their keys: the largest one.
+    """Return the largest number of query heads, which differ by layer, and the number of KV heads, by their keys.
 
     Raises:
         UnsupportedModelError: the numbers of KV heads differ.
@@ -90,10 +90,9 @@ def _clamps(file: GGUFFile, config: ModelConfig, key: str) -> tuple[float, ...]:
     """Return the limit of each layer, 0 for none."""
     name = f"{config.architecture}.{key}"
     values = file.metadata.get(name)
-    if values is None:
-        return (0.0,) * config.num_layers
-    values = np.asarray(values)
-    check_length(file, config.architecture, key, np.atleast_1d(values))
+    if not isinstance(values, np.ndarray):  # one for all layers, or none
+        return (file.get(name, float, 0.0, minimum=0.0, maximum=1e30),) * config.num_layers
+    check_length(file, config.architecture, key, values)
     if values.dtype.kind != "f" or not ((values >= 0) & (values < 1e30)).all():
         raise GGUFFormatError(f"{file.path}: {name}: expected numbers from 0, got {values.tolist()!r:.80}")
     return tuple(float(limit) for limit in values[: config.num_layers])

@@ -17,4 +17,7 @@ def muse_glimmer_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
     """
     windows = windows_by_layer(file, config.architecture)[: config.num_layers]
     unrotated = frozenset(layer for layer, window in enumerate(windows) if not window)
-    return replace(config, windows=windows, unrotated_layers=unrotated, post_norm_eps=POST_NORM_EPS)
+    rope_theta = file.get(f"{config.architecture}.rope.freq_base_swa", float, config.rope_theta, minimum=1.001)
+    return replace(
+        config, windows=windows, unrotated_layers=unrotated, rope_theta=rope_theta, post_norm_eps=POST_NORM_EPS
+    )

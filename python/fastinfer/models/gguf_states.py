@@ -8,7 +8,7 @@ from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_SIZE
 from fastinfer.models.gguf_architectures import ARCHITECTURES
-from fastinfer.models.gguf_fields import flags_by_layer
+from fastinfer.models.gguf_fields import flags_by_layer, sizes_by_layer
 from fastinfer.models.gguf_nemotron import nemotron_h_layers
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
 from fastinfer.models.stored_layers import StoredLayers, split_layers
@@ -45,7 +45,7 @@ def state_layers(file: GGUFFile, architecture: str, num_blocks: int) -> StateLay
     if structure is NEMOTRON_H:
         stored, flags, sizes = nemotron_h_layers(file, architecture, num_blocks)
         return StateLayers(flags, stored, sizes)
-    if structure.short_convs or structure.mamba2 or structure in _KIMI_DELTA:
+    if structure.short_convs or structure.mamba2 or any(structure is kind for kind in _KIMI_DELTA):
         flags, heads = _layers_without_heads(file, architecture, num_blocks)
         return StateLayers(flags, sizes={"attention.head_count_kv": heads})
     return StateLayers(_linear_layers(file, architecture, num_blocks))
@@ -53,18 +53,16 @@ def state_layers(file: GGUFFile, architecture: str, num_blocks: int) -> StateLay
 
 def _layers_without_heads(file: GGUFFile, architecture: str, num_layers: int) -> tuple[tuple[bool, ...], int]:
     """Return which layers have no key and value heads, and how many the others have; the first is empty if all have."""
-    structure = ARCHITECTURES[architecture].structure
-    key = f"{architecture}.attention.head_count_kv"
-    counts = file.get(key, np.ndarray)
-    if len(counts) == file.get(f"{architecture}.block_count", int):
-        counts = counts[:num_layers]  # without the layers that predict later tokens
-    values = {int(count) for count in counts if count}
-    if structure.mamba2 and len(values) == 1 and counts.tolist() == [*values] * num_layers:
+    key = "attention.head_count_kv"
+    file.get(f"{architecture}.{key}", np.ndarray)  # a list, even where all layers have the same number
+    counts = sizes_by_layer(file, architecture, key, minimum=0)[:num_layers]
+    values = {count for count in counts if count}
+    if ARCHITECTURES[architecture].structure.mamba2 and len(values) == 1 and all(counts):
         return (), values.pop()
-    if len(counts) != num_layers or len(values) != 1 or not 0 < min(values) <= MAX_SIZE or all(counts):
+    if len(values) != 1 or all(counts):
         raise GGUFFormatError(
-            f"{file.path}: metadata key {key!r}: expected {num_layers} numbers, some 0 and the others equal, "
-            f"got {counts.tolist()!r:.80}"
+            f"{file.path}: {architecture}.{key}: expected {num_layers} numbers, some 0 and the others equal, "
+            f"got {counts!r:.80}"
         )
     return tuple(not count for count in counts), values.pop()
 
@@ -98,7 +96,7 @@ def state_sizes(file: GGUFFile, architecture: str, hidden_size: int) -> StateCon
     structure = ARCHITECTURES[architecture].structure
     if structure.mamba2:
         return _mamba2(file, architecture)
-    if structure in _KIMI_DELTA:
+    if any(structure is kind for kind in _KIMI_DELTA):
         return _kimi_delta_attention(file, architecture)
     if not structure.short_convs:
         return _linear_attention(file, architecture)
