@@ -81,10 +81,12 @@ void on_two_threads(const Fn& fn) {
   });
 }
 
-// The fault: both threads add to one sum.
+// The fault: both threads add to one sum, several times: ThreadSanitizer can miss two accesses at the same moment.
 float shared_sum(bool fault) {
   float sums[2] = {};
-  on_two_threads([&](int64_t i) { sums[fault ? 0 : i] += 1; });
+  on_two_threads([&](int64_t i) {
+    for (int repeat = 0; repeat < 100; ++repeat) *hidden(&sums[fault ? 0 : i]) += 1;
+  });
   return sums[0];
 }
 
