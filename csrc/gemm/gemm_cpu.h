@@ -19,9 +19,9 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kHalves = kTileRows / kLanes;  // vectors that hold a tile's 16 rows
 inline constexpr int kRowBlock = 64;                // rows of x that are multiplied at once
-inline constexpr int64_t kSweepRows = 512;          // rows of x whose sums are kept where those of several units are
-inline constexpr int kRowsOfGroups = 8;             // with so few rows, the sums of so many units are finished together
-inline constexpr int kUnitsOfGroups = kRowBlock / kRowsOfGroups;
+inline constexpr int64_t kSweepRows = 512;          // the most rows of x whose sums are kept
+inline constexpr int kRowsOfGroups = 8;             // with so few rows, the sums of several units are finished together
+inline constexpr int kUnitsOfGroups = kRowBlock / kRowsOfGroups;  // the number of these units
 // With so many rows for each thread, it takes all units with its own rows, and not all rows with its own units: the
 // rows then stay in its L2 from product to product, which is worth more than reading and unpacking all of the weight.
 inline constexpr int64_t kRowsAlone = 128;

@@ -13,8 +13,8 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-// So many rows of x, and units of the weight, are multiplied before the sums are finished. The inputs of a panel, 576
-// KB, and the sums, 512 KB, stay in an L2 of 2 MB, and a weight is unpacked once for all of the rows.
+// kSweepRows rows of x and so many units of the weight are multiplied before the sums are finished. The inputs of a
+// panel, 576 KB, and the sums, 512 KB, stay in an L2 of 2 MB, and a weight is unpacked once for all of the rows.
 inline constexpr int64_t kSweepUnits = 8;
 
 // Rows begin .. end - 1 of an expert, by their places; without experts, those of the prompt.

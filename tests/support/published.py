@@ -67,6 +67,13 @@ def _mistral4(fields: Fields) -> None:
     fields |= {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
 
 
+def _rename(fields: Fields, names: dict[str, str]) -> None:
+    """Give fields other names, those that are there."""
+    for name, published in names.items():
+        if name in fields:
+            fields[published] = fields.pop(name)
+
+
 def _kimi_linear(fields: Fields) -> None:
     kinds = fields.pop("layer_types")
     fields["linear_attn_config"] = {
@@ -85,8 +92,7 @@ def _kimi_linear(fields: Fields) -> None:
         "num_local_experts": "num_experts",
         "max_position_embeddings": "model_max_length",
     }
-    for name in names.keys() & fields.keys():
-        fields[names[name]] = fields.pop(name)
+    _rename(fields, names)
     fields["first_k_dense_replace"] = fields.pop("mlp_layer_types").count("dense")
     fields |= {"moe_router_activation_func": "sigmoid", "mla_use_nope": True}
 
@@ -111,8 +117,7 @@ def _bailing(fields: Fields) -> None:
         "num_experts_per_token": "num_experts_per_tok",
         "n_shared_experts": "num_shared_experts",
     }
-    for name in names.keys() & fields.keys():
-        fields[names[name]] = fields.pop(name)
+    _rename(fields, names)
     for name in ("layer_types", "mlp_layer_types", "linear_num_heads", "linear_conv_kernel_dim"):
         fields.pop(name, None)
 
