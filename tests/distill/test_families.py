@@ -16,6 +16,7 @@ from fastinfer.distill.student import Student
 from fastinfer.errors import CheckpointFormatError, RequestError, UnsupportedModelError
 from fastinfer.evaluation.perplexity import log_probabilities
 from fastinfer.models import load_model
+from fastinfer.utils.machine import has_bf16
 
 pytest.importorskip("transformers")
 LENGTH = 32
@@ -55,6 +56,20 @@ def test_a_student_of_another_family(tmp_path: Path) -> None:
         distill(teacher, tmp_path / "model", student=str(student), losses=("attention",))
 
 
+@pytest.mark.parametrize("family", ["llama3", "gemma2", "granite", "cohere", "qwen3-moe", "glm4-moe", "lfm2", "gemma4"])
+def test_the_head_of_some_rows(family: str, tmp_path: Path) -> None:
+    """It does what the model does behind its layers: soft caps, scales, and losses of routers that are not wanted."""
+    student = Student.open(write_tiny_folder(tmp_path / "teacher", family), 4, is_cut=False)
+    student.model.eval()
+    ids = torch.arange(60, 60 + 2 * LENGTH).view(2, LENGTH)
+    with torch.inference_mode():
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16()):
+            expected = student.model(ids, use_cache=False).logits
+        torch.testing.assert_close(student.logits(ids), expected)
+        outputs = student.outputs(ids)
+        torch.testing.assert_close(student.head(outputs, outputs.last_hidden_state[1, 3:8]), expected[1, 3:8])
+
+
 @pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe-some-dense", "glm4-moe", "glm4-moe-lite"])
 def test_kept_layers_with_and_without_experts(family: str, tmp_path: Path) -> None:
     """Which layers are dense is in the configuration, by lists of their numbers, every so many, or the first ones."""
@@ -67,9 +82,21 @@ def test_kept_layers_with_and_without_experts(family: str, tmp_path: Path) -> No
     ids = list(range(60, 60 + LENGTH))
     [found] = log_probabilities(model, [ids], torch.float32)
     with torch.inference_mode():
-        expected = student.model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+        expected = student.logits(torch.tensor([ids]))[0].float().log_softmax(-1)
     # The student is saved in bf16.
     assert ((found - expected) * expected.exp()).sum(-1).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_output_layer_that_is_the_embedding_is_saved_once(is_tied: bool, tmp_path: Path) -> None:
+    sizes = {"tie_word_embeddings": is_tied}
+    student = Student.open(write_tiny_folder(tmp_path / "teacher", sizes=sizes), 4, is_cut=True)
+    student.save(tmp_path / "student")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("teacher", "student"))
+    assert after.keys() == before.keys()
+    assert ("lm_head.weight" in after) != is_tied
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor.to(torch.bfloat16), rtol=0, atol=0)
 
 
 def test_lists_of_other_things_than_layers_stay(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from fastinfer.distill.losses import Targets, WholeTargets, attention_loss, hidden_loss, logit_loss
+from fastinfer.distill import losses
+from fastinfer.distill.losses import Targets, WholeTargets, attention_loss, hidden_loss, logit_loss, mean_by_parts
 from fastinfer.distill.settings import DIVERGENCES, WHOLE
 
 ROWS, VOCAB = 7, 4999
@@ -59,9 +60,26 @@ def test_all_tokens_give_the_whole_divergence(divergence: str, temperature: floa
     expected = gradients(lambda x: temperature**2 * dense(divergence, p, (x / temperature).softmax(-1)), student)
     whole = targets(teacher, 19, temperature)
     for found, error in ((whole, 4e-3), (WholeTargets(p.log().float()), 1e-5)):  # the first are fp16
-        losses = gradients(lambda x, found=found: scaled_loss(x, found, divergence, temperature), student)
-        for ours, reference in zip(losses, expected, strict=True):
+        results = gradients(lambda x, found=found: scaled_loss(x, found, divergence, temperature), student)
+        for ours, reference in zip(results, expected, strict=True):
             torch.testing.assert_close(ours, reference, rtol=error, atol=error / 10)
+
+
+@pytest.mark.parametrize("part_rows", [1, 3, ROWS, 100])
+def test_a_mean_by_parts_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch, part_rows: int) -> None:
+    monkeypatch.setattr(losses, "PART_ROWS", part_rows)
+    hidden, head, wanted = random(ROWS, 8, seed=1), random(8, 19, seed=2), random(ROWS, 19, seed=3).softmax(-1)
+    seen = []
+
+    def loss(rows: Tensor, part: slice) -> Tensor:
+        seen.append(len(rows))
+        return dense("fkl", wanted[part], (rows @ head).softmax(-1))
+
+    found = gradients(lambda x: 3.0 * mean_by_parts(2.0 * x, loss), hidden)
+    assert max(seen) <= part_rows
+    expected = gradients(lambda x: 3.0 * loss(2.0 * x, slice(None)), hidden)
+    for ours, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("divergence", [name for name in DIVERGENCES if name not in WHOLE])

@@ -8,7 +8,7 @@ import torch
 from fastinfer.cli.memory_bounds import Weights, dtype_name
 from fastinfer.distill.recorder import record_bytes
 from fastinfer.distill.settings import TOP_K
-from fastinfer.distill.student import FROZEN_BYTES, TRAINED_BYTES
+from fastinfer.distill.student import FROZEN_BYTES, HEAD_BYTES, TRAINED_BYTES
 from fastinfer.engine.cache_sizes import cache_sizes
 from fastinfer.engine.config import EngineConfig
 from fastinfer.models import load_weights
@@ -16,6 +16,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.kv_cache import num_blocks_for
 from fastinfer.models.offload import tensors_of
+from fastinfer.utils.machine import has_bf16
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ def distillation_memory(checkpoint: Checkpoint, weights: Weights) -> dict[str, i
         return {}
     # Each number of a matrix is multiplied and added once for a token. Norms are less than a thousandth.
     numbers = (weights.byte_operations + weights.float_operations) // 2
-    vocabularies = 2 if "lm_head" in checkpoint else 1
+    head_bytes = HEAD_BYTES if has_bf16() else FROZEN_BYTES if "lm_head" in checkpoint else 0
     return {
         "layer_bytes": TRAINED_BYTES * numbers // config.num_layers,
-        "vocabulary_bytes": FROZEN_BYTES * vocabularies * config.vocab_size * config.hidden_size,
+        "vocabulary_bytes": (FROZEN_BYTES + head_bytes) * config.vocab_size * config.hidden_size,
         "record_bytes": record_bytes(TOP_K),
     }
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import nll_loss
 
+from fastinfer.distill.losses import PART_ROWS
 from fastinfer.distill.student import Student
 from fastinfer.distill.teacher import Teacher
 from fastinfer.evaluation.perplexity import log_probabilities, loss
@@ -57,12 +58,14 @@ class Judge:
     @torch.no_grad()
     def __call__(self, student: Student) -> Judgement:
         """Judge a student."""
-        rows = []
+        sums = torch.zeros(3, dtype=torch.float64)
         for section, reference in zip(self._sections, self._log_probs, strict=True):
-            ids = torch.tensor([section])
-            q = student.logits(ids[:, :-1])[0, self._first :].float().log_softmax(-1)
-            p = reference.float()
-            divergence = (p.exp() * (p - q)).sum(-1).mean()
-            accepted = torch.minimum(p, q).exp().sum(-1).mean()
-            rows.append([float(cross_entropy(q, ids[0, self._first + 1 :])), float(divergence), float(accepted)])
-        return Judgement(*(sum(column) / len(column) for column in zip(*rows, strict=True)))
+            ids = torch.tensor(section)
+            outputs = student.outputs(ids[None, :-1])
+            hidden, tokens = outputs.last_hidden_state[0, self._first :], ids[self._first + 1 :]
+            for start in range(0, len(hidden), PART_ROWS):
+                part = slice(start, start + PART_ROWS)
+                p, q = reference[part].float(), student.head(outputs, hidden[part]).float().log_softmax(-1)
+                loss = nll_loss(q, tokens[part], reduction="sum")
+                sums += torch.stack([loss, (p.exp() * (p - q)).sum(), torch.minimum(p, q).exp().sum()])
+        return Judgement(*(sums / sum(map(len, self._log_probs))).tolist())

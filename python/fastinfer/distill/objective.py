@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss
 
-from fastinfer.distill.losses import Targets, WholeTargets, attention_loss, hidden_loss, logit_loss
+from fastinfer.distill.losses import Targets, WholeTargets, attention_loss, hidden_loss, logit_loss, mean_by_parts
 from fastinfer.distill.student import PROJECTIONS, Student
 from fastinfer.errors import RequestError
 
@@ -49,18 +49,26 @@ class Objective:
         hidden = {f"hidden.{layer}": own for layer, own in layers.items() if own >= 0}
         attention_layer = None if self.attention_layer is None else student.layer_of(self.attention_layer)
         with student.recording(hidden, attention_layer) as found:
-            logits = student.logits(ids[:, :-1])[:, self.given - 1 :].flatten(0, 1)
+            outputs = student.outputs(ids[:, :-1])
 
-        @cache  # losses share them: a step has 200 MB of them for 49,152 tokens
-        def log_probs(temperature: float) -> Tensor:
-            return (logits.float() if temperature == 1.0 else logits.float() / temperature).log_softmax(-1)
+        def token_loss(rows: Tensor, part: slice) -> Tensor:
+            logits = student.head(outputs, rows)
+
+            @cache  # losses share them
+            def log_probs(temperature: float) -> Tensor:
+                return (logits.float() if temperature == 1.0 else logits.float() / temperature).log_softmax(-1)
+
+            losses = []
+            if "logit" in self.losses:
+                targets = self._targets(shard, part)
+                losses.append(logit_loss(log_probs(self.temperature), targets, self.divergence, self.temperature))
+            if "ce" in self.losses:
+                losses.append(nll_loss(log_probs(1.0), ids[:, self.given :].flatten()[part]))
+            return torch.stack(losses).sum()
 
         parts = []
-        if "logit" in self.losses:
-            student_log_probs = log_probs(self.temperature)
-            parts.append(logit_loss(student_log_probs, self._targets(shard), self.divergence, self.temperature))
-        if "ce" in self.losses:
-            parts.append(nll_loss(log_probs(1.0), ids[:, self.given :].flatten()))
+        if "logit" in self.losses or "ce" in self.losses:
+            parts.append(mean_by_parts(outputs.last_hidden_state[:, self.given - 1 :].flatten(0, 1), token_loss))
         if "hidden" in self.losses:
             parts.append(torch.stack([_hidden(found[name], shard[name]) for name in hidden]).mean())
         if "attention" in self.losses:
@@ -68,9 +76,9 @@ class Objective:
             parts.append(torch.stack(relations).mean())
         return torch.stack(parts).sum()
 
-    def _targets(self, shard: dict[str, Tensor]) -> Targets | WholeTargets:
+    def _targets(self, shard: dict[str, Tensor], part: slice) -> Targets | WholeTargets:
         def counted(name: str) -> Tensor:
-            return shard[name][:, self.given - 1 :].flatten(0, 1)
+            return shard[name][:, self.given - 1 :].flatten(0, 1)[part]
 
         if "output" in shard:
             return WholeTargets(self.teacher_log_probs(counted("output")))

@@ -17,6 +17,8 @@ from fastinfer.utils.machine import has_bf16
 # Bytes of a number that is trained, which has a gradient and two means of AdamW, and of one that is not; all in fp32.
 TRAINED_BYTES = 16
 FROZEN_BYTES = 4
+# Of one of the output layer where products are in bf16: autocast would convert its weights anew for each product.
+HEAD_BYTES = 2
 # Fields of transformers' configurations that are lists with an entry for each layer.
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_theta")
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
@@ -45,6 +47,9 @@ class Student:
         # learn.
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             part.requires_grad_(False)
+        if has_bf16():
+            head = model.get_output_embeddings()
+            head.weight = nn.Parameter(head.weight.to(torch.bfloat16), requires_grad=False)
 
     @classmethod
     def open(cls, path: Path, num_teacher_layers: int, is_cut: bool) -> "Student":
@@ -117,10 +122,34 @@ class Student:
 
     def logits(self, ids: Tensor) -> Tensor:
         """Compute logits [texts, tokens, vocab] for token ids [texts, tokens] int64."""
-        # bf16 products take a third of the time of fp32's where the CPU has instructions for them.
-        with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16()):
-            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return logits
+        outputs = self.outputs(ids)
+        return self.head(outputs, outputs.last_hidden_state.flatten(0, 1)).unflatten(0, ids.shape)
+
+    def outputs(self, ids: Tensor) -> Any:
+        """Compute what the layers do, as transformers returns it: ``last_hidden_state`` [texts, tokens, hidden]."""
+        with _products():
+            return self.model.base_model(input_ids=ids, use_cache=False)
+
+    def head(self, outputs: Any, hidden: Tensor) -> Tensor:
+        """Compute logits of some tokens.
+
+        Args:
+            outputs: what :meth:`outputs` returned.
+            hidden: [n, hidden], some rows of the last hidden state.
+
+        Returns:
+            [n, vocab]: what the output layer returns, and what the model makes of that, such as a soft cap.
+        """
+        base = self.model.base_model
+        given = type(outputs)(**{**outputs, "last_hidden_state": hidden[None]})
+        base.forward = lambda *_, **__: given  # so that the model's own code continues behind its layers
+        try:
+            with _products():
+                ids = torch.zeros(1, len(hidden), dtype=torch.int64)  # of which some models ask the shape
+                logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        finally:
+            del base.forward
+        return logits[0]
 
     @contextmanager
     def recording(self, hidden: dict[str, int], attention_layer: int | None) -> Iterator[dict[str, Tensor]]:
@@ -158,11 +187,20 @@ class Student:
         """Write a folder that transformers and fastinfer load, with weights in bf16."""
         config = self.model.config
         config.dtype = torch.bfloat16
-        state = {name: tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
+        self.model.tie_weights()
+        tensors = self.model.state_dict()
+        # Tensors that two layers share stay one, which save_pretrained writes once.
+        saved = {(tensor.data_ptr(), tensor.shape): tensor.to(torch.bfloat16) for tensor in tensors.values()}
+        state = {name: saved[tensor.data_ptr(), tensor.shape] for name, tensor in tensors.items()}
         self.model.save_pretrained(folder, state_dict=state)
         for path in folder.glob("*.safetensors"):
             share_as_new(path)
         self._tokenizer.save_pretrained(folder)
+
+
+def _products() -> torch.autocast:
+    """bf16 products take a third of the time of fp32's where the CPU has instructions for them."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=has_bf16())
 
 
 def _keep_layers(config: Any, indices: Sequence[int]) -> None:

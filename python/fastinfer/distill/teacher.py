@@ -66,7 +66,8 @@ class Teacher:
         self.attention_layer = config.num_layers - 1 if with_attention else None
         self._recorder = Recorder(model, min(top_k, config.vocab_size), temperature, whole)
         recording = recorded(model, self.hidden_layers, self.attention_layer, self._recorder.record)
-        self._engine = Engine(recording, self.tokenizer, recording_config(length))
+        with_layers = bool(self.hidden_layers) or with_attention
+        self._engine = Engine(recording, self.tokenizer, recording_config(length, with_layers=with_layers))
 
     def record(self, texts: list[list[int]]) -> list[dict[str, Tensor]]:
         """Compute texts, and return what :meth:`fastinfer.distill.recorder.Recorder.take` does of each."""

@@ -7,13 +7,14 @@ from fastinfer.models.kv_cache import num_blocks_for
 MAX_SEQS = 32
 
 
-def recording_config(length: int) -> EngineConfig:
-    """Return the configuration of an engine on the CPU that computes texts operator by operator.
+def recording_config(length: int, *, with_layers: bool = True) -> EngineConfig:
+    """Return the configuration of an engine on the CPU that computes texts to record.
 
     Without prefix caching, each text is computed from its first token.
 
     Args:
         length: tokens of the longest text.
+        with_layers: whether what single layers compute is recorded: Python sees that only operator by operator.
     """
     return EngineConfig(
         kv_cache_dtype=kv_cache_dtype_of("auto", "auto", "cpu"),
@@ -21,5 +22,5 @@ def recording_config(length: int) -> EngineConfig:
         max_num_seqs=MAX_SEQS,
         num_kv_blocks=MAX_SEQS * (num_blocks_for(length, EngineConfig.block_size) + 1),
         enable_prefix_caching=False,
-        enforce_eager=True,
+        enforce_eager=with_layers,
     )
