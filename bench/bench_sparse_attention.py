@@ -1,8 +1,9 @@
 """Sparse attention against dense attention: how far the next token's distribution moves, and what it gains.
 
 Generated tokens: the last tokens of one long text are computed as generated ones, each from the true tokens before it,
-and their distributions are compared with those of dense attention. The pages with the largest estimates compete with a
-window (the first page and the last ones) and with random pages, of the same number for each token, layer and KV head.
+and their distributions are compared with those of dense attention. The pages with the largest estimates, with and
+without the codes of the others, compete with a window (the first page and the last ones) and with random pages, of the
+same number for each token, layer and KV head.
 
 Prompts: all tokens but the last ones are computed as a prompt that chooses pages; compared are the last tokens of the
 prompt, and those after it, which attend to everything.
@@ -43,17 +44,18 @@ TEXTS = [
 LONG_TEXTS = [ROOT / f"docs/{name}.md" for name in ("serving", "architecture", "draft-heads", "distillation")]
 CHUNK = 256  # tokens of a step
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
-METHODS = ("estimates", "window", "random")
+METHODS = ("estimates and codes", "estimates", "window", "random")
 
 
 class PageCount:
     """Takes the place of :func:`fastinfer.ops.select_pages`, and counts the pages that are read of those that are seen.
 
     Args:
-        method: the pages that are read, as many as the estimates choose: those, the last ones, or random ones.
+        method: the pages that are read, as many as the estimates choose: those, with or without the codes of the
+            others, the last ones, or random ones.
     """
 
-    def __init__(self, method: str = "estimates") -> None:
+    def __init__(self, method: str = METHODS[0]) -> None:
         self.read = self.seen = 0
         self._method = method
 
@@ -67,7 +69,9 @@ class PageCount:
         counts, last = -(-lens // block_size), (positions // block_size)[:, None, None]
         self.read += int(counts.sum())
         self.seen += int((last + 1).sum()) * lens.shape[1]
-        if self._method == "estimates":
+        if self._method != METHODS[0] and options.get("rest_lse") is not None:
+            options["rest_lse"].fill_(-torch.inf)
+        if self._method in METHODS[:2]:
             return pages, lens
         page = torch.arange(block_table.shape[1])
         scores = page.expand(pages.shape).float() if self._method == "window" else torch.rand(pages.shape)
@@ -139,8 +143,8 @@ class Sequence:
             yield self.model.logits(hidden, batch.logits_indices).float().log_softmax(-1)
 
 
-def read_text(paths: list[Path], model: str, length: int) -> tuple[Model, Tensor]:
-    loaded, tokenizer = load_model(hub.resolve(model), "auto", "cpu", length)
+def read_text(paths: list[Path], model: str, length: int, dtype: str = "auto") -> tuple[Model, Tensor]:
+    loaded, tokenizer = load_model(hub.resolve(model), dtype, "cpu", length)
     tokens = tokenizer.encode("\n\n".join(path.read_text() for path in paths))
     if len(tokens) < length:
         raise SystemExit(f"the text must have at least {length} tokens, got {len(tokens)}")
@@ -149,9 +153,9 @@ def read_text(paths: list[Path], model: str, length: int) -> tuple[Model, Tensor
 
 def measure_quality(args: argparse.Namespace) -> list[dict[str, Any]]:
     """KL from dense attention in nats, and the share of tokens whose likeliest next token is the same."""
-    model, tokens = read_text(args.text, args.model, args.context)
     begin, results = args.context - args.tokens, []
-    for block_size in args.block_size:
+    for dtype, block_size in ((dtype, block_size) for dtype in args.dtype for block_size in args.block_size):
+        model, tokens = read_text(args.text, args.model, args.context, dtype)
         sequence = Sequence.make(model, tokens, block_size)
         for _ in sequence.log_probabilities(0, begin):
             pass
@@ -159,8 +163,8 @@ def measure_quality(args: argparse.Namespace) -> list[dict[str, Any]]:
         for share, method in ((share, method) for share in args.share for method in METHODS):
             with PageCount(method).counting() as count:
                 kl, agreement = divergence(dense, sequence.log_probabilities(begin, args.context, share))
-            result = {"block_size": block_size, "share": share, "pages_read": count.share, "method": method}
-            results.append(result | {"kl": kl, "agreement": agreement})
+            result = {"dtype": dtype, "block_size": block_size, "share": share, "pages_read": count.share}
+            results.append(result | {"method": method, "kl": kl, "agreement": agreement})
             print(results[-1], flush=True)
     return results
 
@@ -206,11 +210,13 @@ def measure_time(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     for block_size in args.block_size:
         sequence = Sequence.make(model, tokens, block_size)
         for end in range(args.chunk, len(tokens) + 1, args.chunk):
-            batches = [sequence.batch(end - args.chunk, end, share, is_prompt=True) for share in shares]
+            prompt_shares = shares if args.prompt_rounds else [None]
+            batches = [sequence.batch(end - args.chunk, end, share, is_prompt=True) for share in prompt_shares]
             batches = [replace(batch, logits_indices=batch.logits_indices[-1:]) for batch in batches]
             # The last one to write the cache is dense attention.
             for case in time_batches(sequence, batches[::-1], args.prompt_rounds, now)[::-1]:
-                chunks.append({"block_size": block_size, "end": end, "share": shares[len(chunks) % len(shares)]} | case)
+                share = prompt_shares[len(chunks) % len(prompt_shares)]
+                chunks.append({"block_size": block_size, "end": end, "share": share} | case)
             if end not in args.contexts:
                 continue
             ends = range(end - args.places + 1, end + 1)
@@ -269,9 +275,10 @@ def prompt_times(chunks: list[dict[str, Any]], contexts: list[int]) -> list[dict
 def report(results: dict[str, list[dict[str, Any]]]) -> str:
     parts = []
     if quality := results.get("quality"):
-        rows = [["block size", "share", "pages read", "method", "KL, nats", "same token"]]
+        rows = [["dtype", "block size", "share", "pages read", "method", "KL, nats", "same token"]]
         for case in quality:
-            start = [str(case["block_size"]), str(case["share"]), f"{case['pages_read']:.1%}", case["method"]]
+            start = [case["dtype"], str(case["block_size"]), str(case["share"])]
+            start += [f"{case['pages_read']:.1%}", case["method"]]
             rows.append([*start, f"{case['kl']:.4f}", f"{case['agreement']:.1%}"])
         parts.append(format_table(rows))
     if prompts := results.get("prompts"):
@@ -304,6 +311,9 @@ def main() -> int:
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS)
     parser.add_argument("--context", type=int, default=4096, help="tokens of the text")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of its end that are compared")
+    parser.add_argument(
+        "--dtype", nargs="+", default=["auto", "float32"], help="of the generated tokens; auto has 8-bit activations"
+    )
     parser.add_argument("--block-size", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--share", type=float, nargs="+", default=[0.8, 0.9, 0.95, 0.98])
     parser.add_argument("--long-text", type=Path, nargs="+", default=LONG_TEXTS, help="for the times")
@@ -311,7 +321,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt that a step computes")
     parser.add_argument("--places", type=int, default=8, help="decode steps that are timed at the end of each context")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt-rounds", type=int, default=3)
+    parser.add_argument("--prompt-rounds", type=int, default=3, help="0: prompts are not timed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="cpu")
     parser.add_argument("--only", choices=["quality", "prompts", "time"])
@@ -322,7 +332,8 @@ def main() -> int:
     results: dict[str, Any] = {}
     if args.only in (None, "time"):
         results = measure_time(args)
-        results["whole_prompts"] = prompt_times(results["chunks"], args.contexts)
+        if args.prompt_rounds:
+            results["whole_prompts"] = prompt_times(results["chunks"], args.contexts)
     if args.only in (None, "quality"):
         results["quality"] = measure_quality(args)
     if args.only in (None, "prompts"):

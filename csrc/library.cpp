@@ -54,9 +54,14 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
       "paged_attention_plan(Tensor seq_lens, Tensor query_start, int q_heads, int kv_heads, int head_dim, int window, "
       "bool chunked=False) -> Tensor");
   m.def("store_key_codes(Tensor(a!) codes, Tensor k_cache, Tensor? k_scale, Tensor slot_mapping) -> ()");
+  m.def("store_value_codes(Tensor(a!) codes, Tensor v_cache, Tensor? v_scale, Tensor slot_mapping) -> ()");
   m.def(
       "select_pages(Tensor q, Tensor codes, Tensor block_table, Tensor seq_lens, Tensor query_start, int block_size, "
       "float share, int num_dense_pages, float scale, Tensor? row_start=None) -> (Tensor, Tensor)");
+  m.def(
+      "select_pages.rest(Tensor q, Tensor codes, Tensor block_table, Tensor seq_lens, Tensor query_start, "
+      "int block_size, float share, int num_dense_pages, float scale, Tensor value_codes, Tensor(a!) rest, "
+      "Tensor(b!) rest_lse) -> (Tensor, Tensor)");
   m.def(
       "select_tokens(Tensor q, Tensor weights, Tensor keys, Tensor block_table, Tensor seq_lens, Tensor query_start, "
       "int top_k) -> (Tensor, Tensor)");
@@ -76,6 +81,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def("set_dependent_launches(bool value) -> bool");
   m.def("set_first_prompt_row(int value) -> int");
   m.def("merge_attention_states(Tensor a, Tensor a_lse, Tensor b, Tensor b_lse) -> (Tensor, Tensor)");
+  m.def("merge_attention_states.inplace(Tensor(a!) a, Tensor(b!) a_lse, Tensor b, Tensor b_lse) -> ()");
   def_with_out(
       m, "gemm",
       "Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, str? activation, Tensor? residual");

@@ -160,36 +160,40 @@ def plot_quantization(path: Path) -> None:
 
 
 def plot_sparse_attention(path: Path) -> None:
-    results = load("sparse_attention.json")
+    results = load("amx/sparse_attention.json")
     figure, (quality, speed) = make_figure(2, results, "python bench/bench_sparse_attention.py")
-    cases = [case for case in results["quality"] if case["block_size"] == 32]
-    for method, colour in (("estimates", BLUE), ("window", ORANGE), ("random", GREY)):
+    cases = [case for case in results["quality"] if (case["block_size"], case["dtype"]) == (16, "float32")]
+    labels = {"estimates and codes": "estimates, other pages by codes", "estimates": "estimates alone"}
+    methods = (("estimates and codes", BLUE, "o-"), ("estimates", BLUE, "o--"), ("window", ORANGE, "o-"))
+    for method, colour, style in (*methods, ("random", GREY, "o-")):
         own = sorted((100 * case["pages_read"], case["kl"]) for case in cases if case["method"] == method)
-        quality.plot(*zip(*own, strict=True), "o-", color=colour, label=method)
+        quality.plot(*zip(*own, strict=True), style, color=colour, label=labels.get(method, method))
     quality.set_xlabel(f"pages read, % of {results['context']:,} tokens")
-    quality.set_ylabel("KL from dense attention, nats")
+    quality.set_ylabel("KL from dense attention, nats (fp32)")
+    quality.set_yscale("log")
+    quality.set_ylim(bottom=1e-6)
     quality.legend(frameon=False)
     for name, cases, colour in (("decoding", results["steps"], BLUE), ("prompt", results["whole_prompts"], ORANGE)):
         for share, style in ((0.9, "o-"), (0.95, "o--")):
-            chosen = [case for case in cases if (case["block_size"], case["share"]) == (32, share)]
+            chosen = [case for case in cases if (case["block_size"], case["share"]) == (16, share)]
             contexts, gains = [f"{case['context']:,}" for case in chosen], [case["speedup"] for case in chosen]
             speed.plot(contexts, gains, style, color=colour, label=f"{name}, {share} of the attention")
     speed.axhline(1, color="black", linewidth=0.8, linestyle=":")
     speed.set_xlabel("tokens before, or of the prompt")
     speed.set_ylabel("times dense")
     speed.legend(frameon=False)
-    for axes in (quality, speed):
-        axes.set_ylim(bottom=0)
+    speed.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
 
 
 def plot_sparse_attention_settings(path: Path) -> None:
-    results = load("sparse_attention.json")
+    results = load("amx/sparse_attention.json")
     figure, (axes,) = make_figure(1, results, "python bench/bench_sparse_attention.py")
     longest = max(case["context"] for case in results["steps"])
     speeds = {(c["block_size"], c["share"]): c["speedup"] for c in results["steps"] if c["context"] == longest}
     for block_size, colour in ((8, BLUE), (16, ORANGE), (32, GREY)):
-        cases = [c for c in results["quality"] if (c["block_size"], c["method"]) == (block_size, "estimates")]
+        wanted = block_size, "estimates and codes", "float32"
+        cases = [c for c in results["quality"] if (c["block_size"], c["method"], c["dtype"]) == wanted]
         places = sorted((speeds[block_size, case["share"]], case["kl"], case["share"]) for case in cases)
         axes.plot([gain for gain, *_ in places], [kl for _, kl, _ in places], "o-", color=colour)
         for gain, kl, share in places if block_size == 16 else ():
@@ -197,9 +201,10 @@ def plot_sparse_attention_settings(path: Path) -> None:
         axes.plot([], [], "o-", color=colour, label=f"{block_size} tokens a page")
     axes.axhline(0.02, color="black", linewidth=0.8, linestyle="--")
     axes.set_yscale("log")
-    axes.set_xlim(1.5, 2.4)
+    axes.set_ylim(5e-5, 0.2)
+    axes.set_xlim(1.6, 2.6)
     axes.set_xlabel(f"decode speed with {longest:,} tokens before, times dense")
-    axes.set_ylabel(f"KL from dense attention, nats\n({results['context']:,} tokens)")
+    axes.set_ylabel(f"KL from dense attention, nats\n({results['context']:,} tokens, fp32)")
     axes.legend(frameon=False, loc="upper left")
     figure.savefig(path, dpi=120)
 

@@ -20,6 +20,11 @@ FASTINFER_HOST_DEVICE constexpr int key_code_words(int head_dim) {
   return head_dim / kKeyCodesPerWord + 1;
 }
 
+// Words of the values of a block, see store_value_codes.h: codes [block_size / 8][head_dim], then [block_size] scales.
+FASTINFER_HOST_DEVICE constexpr int value_code_words(int head_dim, int block_size) {
+  return block_size / kKeyCodesPerWord * head_dim + block_size;
+}
+
 FASTINFER_HOST_DEVICE constexpr int hadamard_size(int head_dim) {
   return head_dim & -head_dim;
 }

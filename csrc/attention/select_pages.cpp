@@ -27,10 +27,32 @@ void check_rows(const Checks& check, const SelectPagesParams& p, int64_t tokens)
   }
 }
 
-std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& codes, const Tensor& block_table,
-                                        const Tensor& seq_lens, const Tensor& query_start, int64_t block_size,
-                                        double share, int64_t num_dense_pages, double scale,
-                                        const std::optional<Tensor>& row_start) {
+// Attention to the pages that are not chosen.
+struct Rest {
+  const Tensor& value_codes;
+  const Tensor& out;
+  const Tensor& lse;
+};
+
+void check_rest(const Checks& check, const Rest& rest, const Tensor& q, const Tensor& codes) {
+  check.require(codes.size(3) % kKeyCodesPerWord == 0, "block_size must be a multiple of 8 with value_codes, got ",
+                codes.size(3));
+  check.shape(rest.value_codes, "value_codes", codes.sizes());
+  check.dtype(rest.value_codes, "value_codes", ScalarType::Int);
+  check.shape(rest.out, "rest", q.sizes());
+  check.dtype(rest.out, "rest", q.scalar_type());
+  check.shape(rest.lse, "rest_lse", {q.size(0), q.size(1)});
+  check.dtype(rest.lse, "rest_lse", ScalarType::Float);
+  for (const auto& [t, name] :
+       {std::pair{&rest.value_codes, "value_codes"}, {&rest.out, "rest"}, {&rest.lse, "rest_lse"}}) {
+    check.contiguous(*t, name);
+  }
+}
+
+std::tuple<Tensor, Tensor> select(const Tensor& q, const Tensor& codes, const Tensor& block_table,
+                                  const Tensor& seq_lens, const Tensor& query_start, int64_t block_size, double share,
+                                  int64_t num_dense_pages, double scale, const std::optional<Tensor>& row_start,
+                                  const std::optional<Rest>& rest) {
   const Checks check("select_pages", q);
   check.shape(q, "q", {kAny, kAny, kAny});
   const int64_t tokens = q.size(0), q_heads = q.size(1), head_dim = q.size(2);
@@ -64,6 +86,7 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& codes, co
     rows = row_start->size(0) - 1;
     check.require(rows >= 0, "row_start must have a start and an end, got no element");
   }
+  if (rest) check_rest(check, *rest, q, codes);
   const Tensor pages = new_tensor(block_table, {rows, kv_heads, max_blocks});
   const Tensor lens = new_tensor(block_table, {rows, kv_heads});
   SelectPagesParams params{
@@ -73,6 +96,9 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& codes, co
       .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
       .query_start = static_cast<const int32_t*>(query_start.data_ptr()),
       .row_start = row_start ? static_cast<const int32_t*>(row_start->data_ptr()) : nullptr,
+      .value_codes = rest ? static_cast<const uint32_t*>(rest->value_codes.data_ptr()) : nullptr,
+      .rest = rest ? rest->out.data_ptr() : nullptr,
+      .rest_lse = rest ? static_cast<float*>(rest->lse.data_ptr()) : nullptr,
       .pages = static_cast<int32_t*>(pages.data_ptr()),
       .lens = static_cast<int32_t*>(lens.data_ptr()),
       .rows = rows,
@@ -91,6 +117,7 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& codes, co
   };
   if (const cuda::Device* const gpu = gpu_of(q)) {
     check.require(!row_start, "row_start must be None on CUDA: each token chooses for itself");
+    check.require(!rest, "value_codes must be None on CUDA");
     params.plan = cuda::plan_select_pages(tokens, params.q_heads, params.kv_heads, params.head_dim, params.block_size,
                                           max_blocks, *gpu);
     const Tensor workspace = new_tensor(q, {tokens, q_heads, max_blocks}, ScalarType::Float);
@@ -105,10 +132,27 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& codes, co
   return {pages, lens};
 }
 
+std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& codes, const Tensor& block_table,
+                                        const Tensor& seq_lens, const Tensor& query_start, int64_t block_size,
+                                        double share, int64_t num_dense_pages, double scale,
+                                        const std::optional<Tensor>& row_start) {
+  return select(q, codes, block_table, seq_lens, query_start, block_size, share, num_dense_pages, scale, row_start, {});
+}
+
+std::tuple<Tensor, Tensor> select_pages_and_rest(const Tensor& q, const Tensor& codes, const Tensor& block_table,
+                                                 const Tensor& seq_lens, const Tensor& query_start, int64_t block_size,
+                                                 double share, int64_t num_dense_pages, double scale,
+                                                 const Tensor& value_codes, const Tensor& rest,
+                                                 const Tensor& rest_lse) {
+  return select(q, codes, block_table, seq_lens, query_start, block_size, share, num_dense_pages, scale, {},
+                Rest{value_codes, rest, rest_lse});
+}
+
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
   m.impl("select_pages", TORCH_BOX(&select_pages));
+  m.impl("select_pages.rest", TORCH_BOX(&select_pages_and_rest));
 }
 
 }  // namespace fastinfer

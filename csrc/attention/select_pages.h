@@ -27,14 +27,17 @@ FASTINFER_HOST_DEVICE inline int64_t wanted_weight(int64_t sum, double share) {
 }
 
 struct SelectPagesParams {
-  const void* q;               // [tokens, q_heads, head_dim], tokens q_stride elements apart
-  const uint32_t* codes;       // [num_blocks, kv_heads, key_code_words, block_size]
-  const int32_t* block_table;  // [seqs, max_blocks]
-  const int32_t* seq_lens;     // [seqs]
-  const int32_t* query_start;  // [seqs + 1]; its last element may be beyond the tokens
-  const int32_t* row_start;    // [rows + 1]; null if each token is a row
-  int32_t* pages;              // [rows, kv_heads, max_blocks]
-  int32_t* lens;               // [rows, kv_heads]
+  const void* q;                // [tokens, q_heads, head_dim], tokens q_stride elements apart
+  const uint32_t* codes;        // [num_blocks, kv_heads, key_code_words, block_size]
+  const int32_t* block_table;   // [seqs, max_blocks]
+  const int32_t* seq_lens;      // [seqs]
+  const int32_t* query_start;   // [seqs + 1]; its last element may be beyond the tokens
+  const int32_t* row_start;     // [rows + 1]; null if each token is a row
+  const uint32_t* value_codes;  // [num_blocks, kv_heads, value_code_words]; null if nothing attends to the other pages
+  void* rest;                   // [rows, q_heads, head_dim]: attention to the pages that are not chosen, and its
+  float* rest_lse;              // [rows, q_heads]; null without value_codes
+  int32_t* pages;               // [rows, kv_heads, max_blocks]
+  int32_t* lens;                // [rows, kv_heads]
   int64_t rows;
   int64_t seqs;
   int64_t q_stride;

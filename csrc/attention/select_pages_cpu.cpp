@@ -4,10 +4,14 @@
 // The tokens of a row and the query heads that share a KV head read the same pages, and their logits differ in size. So
 // each head's estimates become probabilities of the tokens, and a page's weight is their sum over its tokens, the heads
 // and the row's tokens.
+//
+// With codes of values the probabilities also weigh the values of the pages that are not chosen: there the lanes are
+// channels, and a word has the codes of eight tokens.
 #include "attention/select_pages.h"
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 #include <numbers>
 #include <stdexcept>
@@ -28,6 +32,12 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kRowsAtOnce = 8;        // query heads of tokens that share a page's unpacked codes
 constexpr int kPagesAtOnce = 4;       // whose weights are summed together
 constexpr int kBytesAhead = 1 << 12;  // that are prefetched
+constexpr int kValuePagesAhead = 12;  // whose values' codes are prefetched
+
+// Pages that are not chosen and have less than a page's share of this part of a query head's attention count nothing.
+constexpr float kNegligible = 0x1p-6f;
+
+constexpr float kSmallest = 1e-30f;  // of weights whose reciprocal is used
 
 // Adds the products of four codes of each lane with the four bytes at x.
 FASTINFER_INLINE i32v add_products(i32v sum, u8v codes, const int8_t* x) {
@@ -53,13 +63,22 @@ class PageSelection {
     const int64_t pages = (p.max_blocks + kPagesAtOnce - 1) / kPagesAtOnce * kPagesAtOnce;
     stride_ = halves_ ? pages / 2 * kLanes : pages * vectors_ * kLanes;
     q_ = scratch_array<Int8>(0, most_rows_ * p.head_dim);
-    const int64_t rows = std::min(most_rows_, kRowsAtOnce);
-    logits_ = scratch_array<float>(1, rows * stride_ + 2 * pages + rotated_columns(p.head_dim));
-    weights_ = logits_ + rows * stride_;
-    sums_ = weights_ + pages;
-    row_ = sums_ + pages;
+    kept_rows_ = p.value_codes != nullptr ? most_rows_ : std::min(most_rows_, kRowsAtOnce);
+    columns_ = rotated_columns(p.head_dim);
+    pages_stride_ = pages;
+    logits_ = scratch_array<float>(1, kept_rows_ * (stride_ + pages) + pages + columns_);
+    sums_ = logits_ + kept_rows_ * stride_;
+    weights_ = sums_ + kept_rows_ * pages;
+    row_ = weights_ + pages;
     queries_ = scratch_array<Query>(2, most_rows_);
     numbers_ = scratch_array<int32_t>(3, p.max_blocks + kLanes);
+    if (p.value_codes != nullptr) {
+      rests_ = scratch_array<Rest>(4, group_);
+      bytes_stride_ = (p.block_size + kLanes - 1) / kLanes * kLanes;
+      bytes_ = scratch_array<int8_t>(5, group_ * bytes_stride_);
+      results_ = scratch_array<float>(6, group_ * columns_ + p.block_size + kLanes);
+      row_weights_ = results_ + group_ * columns_;
+    }
   }
 
   // Writes the chosen ones of the `pages` first blocks of a row of the block table, for the tokens begin..end - 1, of
@@ -71,17 +90,20 @@ class PageSelection {
     }
     std::fill_n(weights_, pages, 0.0f);
     for (int first = 0; first < rows; first += kRowsAtOnce) {
-      const int count = std::min(kRowsAtOnce, rows - first);
-      estimate(blocks, pages, first, count);
+      const int count = std::min(kRowsAtOnce, rows - first), kept = first % kept_rows_;
+      estimate(blocks, pages, first, count, logits_ + kept * stride_);
       for (int r = 0; r < count; ++r) {
-        hide(r, position + 1 - (first + r) / group_ * kQueryStride, pages);
-        add_weights(logits_ + r * stride_, pages);
+        hide(kept + r, position + 1 - (first + r) / group_ * kQueryStride, pages);
+        add_weights(first + r, kept + r, pages);
       }
     }
     const int limit = find_limit(pages, kSumOfWeights / static_cast<float>(rows));
     const int32_t* const first = out;
     for (int page = 0; page < pages; ++page) {
-      if (is_always_read(page, pages) || weights_[page] == kInfinity || numbers_[page] >= limit) *out++ = blocks[page];
+      if (is_chosen(page, pages, limit)) *out++ = blocks[page];
+    }
+    if (p_.value_codes != nullptr) {
+      dispatch(p_.dtype, [&]<class T>(T) { attend_to_rest<T>(begin, blocks, pages, limit); });
     }
     return static_cast<int>(out - first);
   }
@@ -90,10 +112,23 @@ class PageSelection {
   struct Query {
     int32_t offset;  // taken from twice the sum of products with codes, of which each stands for 7.5 less
     float factor;    // of logits to the base 2
+    float top;       // the largest estimate to the base 2
+  };
+
+  // Of one query head.
+  struct Rest {
+    f32v weights;      // of the tokens of all pages that are not chosen, lane by lane: a code stands for 7.5 less
+    float factor;      // of a page's bytes
+    float mass;        // of all pages that are not chosen
+    float negligible;  // mass of a page that counts nothing
   };
 
   static bool is_always_read(int page, int pages) {
     return page < kFirstPages || page >= pages - kLastPages;
+  }
+
+  bool is_chosen(int page, int pages, int limit) const {
+    return is_always_read(page, pages) || weights_[page] == kInfinity || numbers_[page] >= limit;
   }
 
   // The largest number from which on pages have the wanted weight, together with those that are read in any case.
@@ -151,7 +186,8 @@ class PageSelection {
       for (int i = 0; i < p_.head_dim; ++i) sum += bytes[i].value;
       queries_[row + r] = {
           static_cast<int32_t>(2 * kLargestKeyLevel) * sum,
-          p_.scale * std::numbers::log2e_v<float> * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
+          p_.scale * std::numbers::log2e_v<float> * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim))),
+          0.0f};
     }
   }
 
@@ -174,9 +210,9 @@ class PageSelection {
     return codes(blocks[page]);
   }
 
-  // logits_[count][stride_]: of each page's tokens, for the rows from `row` on; -infinity in lanes without a token.
-  void estimate(const int32_t* blocks, int pages, int row, int count) {
-    float* out = logits_;
+  // logits[count][stride_]: of each page's tokens, for the rows from `row` on; -infinity in lanes without a token.
+  void estimate(const int32_t* blocks, int pages, int row, int count, float* const logits) {
+    float* out = logits;
     const int size = p_.block_size;
     if (halves_) {
       for (int page = 0; page < pages; page += 2, out += kLanes) {
@@ -199,9 +235,9 @@ class PageSelection {
         }
       }
     }
-    const int64_t end = out - logits_;
+    const int64_t end = out - logits;
     for (int r = 0; r < count; ++r) {  // of the pages that complete the last kPagesAtOnce
-      std::fill_n(logits_ + r * stride_ + end, std::min<int64_t>(stride_ - end, kPagesAtOnce * vectors_ * kLanes),
+      std::fill_n(logits + r * stride_ + end, std::min<int64_t>(stride_ - end, kPagesAtOnce * vectors_ * kLanes),
                   -kInfinity);
     }
   }
@@ -259,9 +295,13 @@ class PageSelection {
     }
   }
 
-  // Adds a row's probabilities to the pages' weights. The weight of a page with an infinity or a NaN is infinite, so
-  // that attention shows it, and counts for no other.
-  void add_weights(const float* logits, int pages) {
+  // Adds the probabilities of a row, whose logits are those of `kept`, to the pages' weights, and leaves them in the
+  // logits' place if values are weighed, too. The weight of a page with an infinity or a NaN is infinite, so that
+  // attention shows it, and counts for no other.
+  void add_weights(int row, int kept, int pages) {
+    float* const logits = logits_ + kept * stride_;
+    float* const own_sums = sums_ + kept * pages_stride_;
+    const bool keeps = p_.value_codes != nullptr;
     const int64_t size = halves_ ? (pages + 1) / 2 * kLanes : int64_t{pages} * vectors_ * kLanes;
     f32v largest = broadcast(-kInfinity);
     for (int64_t i = 0; i < size; i += kLanes) {
@@ -271,7 +311,9 @@ class PageSelection {
     const float top = std::max(max_of_lanes(largest), -std::numeric_limits<float>::max());
     const auto exponentials = [&](int64_t i) __attribute__((always_inline)) {
       const f32v v = load(logits + i);
-      return select(v < kInfinity, exp2(v - top), broadcast(kInfinity));
+      const f32v probability = select(v < kInfinity, exp2(v - top), broadcast(kInfinity));
+      if (keeps) store(logits + i, probability);
+      return probability;
     };
     f32x4 sums{};
     for (int page = 0; page < pages; page += kPagesAtOnce) {
@@ -289,12 +331,118 @@ class PageSelection {
         }
       }
       const f32x4 four = reduce_add(parts[0], parts[1], parts[2], parts[3]);
-      store_as(sums_ + page, four);
+      store_as(own_sums + page, four);
       sums += four < kInfinity ? four : f32x4{};
     }
     const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     const float inverse = 1.0f / std::max(sum, std::numeric_limits<float>::min());
-    for (int page = 0; page < pages; ++page) weights_[page] += sums_[page] * inverse;
+    for (int page = 0; page < pages; ++page) weights_[page] += own_sums[page] * inverse;
+    if (keeps) {
+      queries_[row].top = top;
+      rests_[row] = Rest{f32v{}, 0.0f, 0.0f, sum * kNegligible / static_cast<float>(pages)};
+    }
+  }
+
+  // The attention of a token to the pages that are not chosen, by codes of keys and values alone.
+  template <class T>
+  void attend_to_rest(int64_t token, const int32_t* blocks, int pages, int limit) {
+    std::fill_n(results_, group_ * columns_, 0.0f);
+    for (int page = 0; page < pages; ++page) {
+      if (is_chosen(page, pages, limit)) continue;
+      if (page + kValuePagesAhead < pages) {
+        const uint32_t* const later = value_codes(blocks[page + kValuePagesAhead]);
+        for (int i = 0; i < value_code_words(p_.head_dim, p_.block_size); i += 16) __builtin_prefetch(later + i);
+      }
+      const uint32_t* const codes = value_codes(blocks[page]);
+      bool counts = false;
+      for (int r = 0; r < group_; ++r) counts |= weigh(page, r, codes);
+      if (!counts) continue;
+      int r = 0;
+      for (; r + 4 <= group_; r += 4) add_values<4>(codes, r);
+      switch (group_ - r) {
+        case 1: add_values<1>(codes, r); break;
+        case 2: add_values<2>(codes, r); break;
+        case 3: add_values<3>(codes, r); break;
+        default: break;
+      }
+    }
+    for (int r = 0; r < group_; ++r) {
+      float* const result = results_ + r * columns_;
+      const float offset = kLargestKeyLevel * reduce_add(rests_[r].weights);
+      for (int i = 0; i < columns_; i += kLanes) store(result + i, load(result + i) - offset);
+      std::fill(result + p_.head_dim, result + columns_, 0.0f);
+      rotate(result, p_.head_dim);
+      const float mass = rests_[r].mass;
+      const float factor = mass > 0.0f ? 1.0f / (mass * static_cast<float>(hadamard_size(p_.head_dim))) : 0.0f;
+      const int64_t head = token * p_.q_heads + kv_head_ * group_ + r;
+      T* const out = static_cast<T*>(p_.rest) + head * p_.head_dim;
+      for_each_vector(p_.head_dim,
+                      [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(result + i) * factor, lanes); });
+      p_.rest_lse[head] = std::numbers::ln2_v<float> * (queries_[r].top + std::log2(mass));  // of 0 -infinity
+    }
+  }
+
+  // Makes bytes of a page's probabilities times the values' scales. Returns whether they count.
+  bool weigh(int page, int r, const uint32_t* codes) {
+    Rest& rest = rests_[r];
+    int8_t* const bytes = bytes_ + r * bytes_stride_;
+    const float mass = sums_[r * pages_stride_ + page];
+    rest.factor = 0.0f;
+    if (mass <= rest.negligible) {
+      std::fill_n(bytes, p_.block_size, 0);
+      return false;
+    }
+    const int64_t place = halves_ ? int64_t{page} * p_.block_size : int64_t{page} * vectors_ * kLanes;
+    const float* const probabilities = logits_ + r * stride_ + place;
+    const float* const scales =
+        reinterpret_cast<const float*>(codes + value_code_words(p_.head_dim, p_.block_size) - p_.block_size);
+    f32v largest{};
+    for (int i = 0; i < p_.block_size; i += kLanes) {
+      const int lanes = std::min(kLanes, p_.block_size - i);
+      const f32v weights = lanes == kLanes ? load(probabilities + i) * load(scales + i)
+                                           : load_lanes(probabilities + i, lanes) * load_lanes(scales + i, lanes);
+      store(row_weights_ + i, weights);
+      largest = max(weights, largest);  // not a NaN, which shows below
+    }
+    const float top = max_of_lanes(largest);
+    const float inverse = top > kSmallest ? 127.0f / top : 0.0f;
+    rest.factor = top > kSmallest ? top / 127.0f : 0.0f;
+    rest.mass += mass;
+    for (int i = 0; i < p_.block_size; i += kLanes) {
+      const f32v steps = load(row_weights_ + i) * inverse + 0.5f;  // from 0.5 upwards, where conversion rounds down
+      const i32v rounded = __builtin_convertvector(steps, i32v);
+      store_bytes(bytes + i, rounded);
+      rest.weights += (to_f32(rounded) + (steps - steps)) * rest.factor;  // a NaN stays one
+    }
+    return true;
+  }
+
+  // Adds a page's values, weighed for the heads row .. row + kRows - 1.
+  template <int kRows>
+  FASTINFER_INLINE void add_values(const uint32_t* codes, int row) {
+    for (int channel = 0; channel < p_.head_dim; channel += kLanes) {
+      const int lanes = std::min(kLanes, p_.head_dim - channel);
+      i32v sums[kRows] = {};
+      for (int first = 0; first < p_.block_size; first += kKeyCodesPerWord) {
+        const uint32_t* const words = codes + first / kKeyCodesPerWord * p_.head_dim + channel;
+        const u8v eight = (u8v)(lanes == kLanes ? load_as<u32v>(words) : load_partial_words(words, lanes));
+        const u8v low = low_nibbles(eight), high = high_nibbles(eight);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const int8_t* const x = bytes_ + (row + r) * bytes_stride_ + first;
+          sums[r] = add_products(add_products(sums[r], low, x), high, x + kKeyCodesPerWord / 2);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        float* const result = results_ + (row + r) * columns_ + channel;
+        store(result, load(result) + to_f32(sums[r]) * rests_[row + r].factor);
+      }
+    }
+  }
+
+  const uint32_t* value_codes(int32_t block) const {
+    return p_.value_codes + (int64_t{block} * p_.kv_heads + kv_head_) * value_code_words(p_.head_dim, p_.block_size);
   }
 
   FASTINFER_INLINE static i32v first_half() {
@@ -310,11 +458,19 @@ class PageSelection {
   const bool halves_;  // whether a vector holds two pages
   const int vectors_;  // of a page
   const int pages_ahead_;
-  int64_t stride_;  // of a row's logits
+  int64_t stride_;        // of a row's logits
+  int columns_;           // of a row that is rotated
+  int kept_rows_;         // whose logits are kept at a time
+  int64_t pages_stride_;  // of a row's sums of pages
   Int8* q_;
-  float *logits_, *weights_, *sums_, *row_;
+  float *logits_, *sums_, *weights_, *row_;
   Query* queries_;
   int32_t* numbers_;  // weights as integers; 0 for pages that are read in any case
+  // For the pages that are not chosen:
+  Rest* rests_;
+  int bytes_stride_;
+  int8_t* bytes_;
+  float *results_, *row_weights_;  // [group][columns], [block_size]
 };
 
 void select_of_head(const SelectPagesParams& p, int64_t row, int head) {
@@ -330,6 +486,10 @@ void select_of_head(const SelectPagesParams& p, int64_t row, int head) {
     const int32_t* const blocks = p.block_table + seq * p.max_blocks;
     if (p.reads_all(pages)) {
       std::copy_n(blocks, pages, out);
+      if (p.value_codes != nullptr) {
+        const int group = p.q_heads / p.kv_heads;
+        std::fill_n(p.rest_lse + row * p.q_heads + head * group, group, -kInfinity);
+      }
     } else {
       chosen = PageSelection(p, head).choose(begin, end, position, blocks, pages, out);
     }

@@ -24,10 +24,11 @@ from fastinfer.models.config import KVShape, LatentAttentionConfig, ModelConfig,
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.loader import load_decoder
 
-BLOCK_SIZE, SHARE = 4, 0.8
-LIMITS: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_blocks": 128, "max_num_seqs": 8}
+SHARE = 0.8
+DENSE_PAGES = 3
+LIMITS: dict[str, Any] = {"num_kv_blocks": 128, "max_num_seqs": 8}
 # A layer with a window, two with full attention, and one that shares the keys of such a layer.
-MIXED = {"num_layers": 6, "windows": (0, 0, 8, 0, 0, 0), "kv_layers": (0, 1, 2, 3, 4, 4), "attention_softcap": 5.0}
+MIXED = {"num_layers": 6, "windows": (0, 0, 8, 0, 0, 0), "kv_layers": (0, 1, 2, 3, 4, 4)}
 
 
 def make_decoder(**changes: Any) -> Decoder:
@@ -37,7 +38,7 @@ def make_decoder(**changes: Any) -> Decoder:
 
 @pytest.fixture(autouse=True)
 def sparse_from_the_fourth_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_inputs, "DENSE_PAGES", 3)
+    monkeypatch.setattr(batch_inputs, "DENSE_PAGES", DENSE_PAGES)
 
 
 def make_draft() -> Decoder:
@@ -46,13 +47,26 @@ def make_draft() -> Decoder:
     return load_decoder(checkpoint, Precision.of("auto"), None)
 
 
-@pytest.fixture(scope="module")
-def decoder() -> Decoder:
-    return make_decoder(**MIXED)
+# Pages alone, and also the codes of the other pages, which a cap of the logits rules out.
+@pytest.fixture(scope="module", params=[5.0, 0.0], ids=["pages", "pages and codes"])
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    return make_decoder(**MIXED, attention_softcap=request.param)
+
+
+def block_size_of(decoder: Decoder) -> int:
+    """Codes of values need blocks of eight tokens."""
+    return 4 if decoder.config.attention_softcap else 8
 
 
 def engine_of(decoder: Decoder, **limits: Any) -> Engine:
-    limits = {**LIMITS, "max_num_batched_tokens": 96, "deterministic": True, "sparse_attention": SHARE, **limits}
+    limits = {
+        **LIMITS,
+        "block_size": block_size_of(decoder),
+        "max_num_batched_tokens": 96,
+        "deterministic": True,
+        "sparse_attention": SHARE,
+        **limits,
+    }
     draft = {"draft_model": make_draft()} if limits.get("num_speculative_tokens") == 3 else {}
     engine = Engine(decoder, ToyTokenizer(), EngineConfig(**limits), fingerprint="sparse", **draft)  # type: ignore[arg-type]
     for tensor in (tensor for cache in engine.worker.kv_cache for tensor in cache.tensors):
@@ -73,9 +87,11 @@ def with_wrong_drafts(engine: Engine) -> list[Any]:
 
 WAYS: dict[str, Callable[[Decoder], list[Any]]] = {
     "batched": lambda decoder: answers(engine_of(decoder)),
-    "chunked": lambda decoder: answers(engine_of(decoder, max_num_batched_tokens=35)),
+    "chunked": lambda decoder: answers(engine_of(decoder, max_num_batched_tokens=8 * block_size_of(decoder) + 3)),
     "prefix hits": lambda decoder: twice(engine_of(decoder)),
-    "preempted": lambda decoder: preempted(engine_of(decoder, num_kv_blocks=24, max_model_len=88)),
+    "preempted": lambda decoder: preempted(
+        engine_of(decoder, num_kv_blocks=96 // block_size_of(decoder), max_model_len=88)
+    ),
     "n-grams": lambda decoder: with_drafts(engine_of(decoder, num_speculative_tokens=5)),
     "a draft model": lambda decoder: with_wrong_drafts(engine_of(decoder, num_speculative_tokens=3)),
     "three copies": lambda decoder: answers(engine_of(decoder), replace(PARAMS, n=3)),
@@ -87,7 +103,9 @@ def test_a_text_follows_from_its_request_alone(decoder: Decoder) -> None:
     expected = alone(decoder)
     dense = alone(decoder, sparse_attention=None)
     is_dense = [one == other for one, other in zip(expected, dense, strict=True)]
-    assert is_dense == [True, False, False, False, False, False]
+    pages = [(len(prompt) + PARAMS.max_tokens - 2) // block_size_of(decoder) + 1 for prompt in PROMPTS]
+    assert is_dense == [count <= DENSE_PAGES for count in pages]
+    assert is_dense.count(False) >= 3
     for name, way in WAYS.items():
         assert way(decoder) == expected, name
 
@@ -110,14 +128,16 @@ def test_prompts_choose_pages(decoder: Decoder, monkeypatch: pytest.MonkeyPatch)
 
     select = ops.select_pages
     monkeypatch.setattr(ops, "select_pages", select_pages)
-    engine = engine_of(decoder, max_num_batched_tokens=40, enforce_eager=True)
+    size = block_size_of(decoder)
+    engine = engine_of(decoder, max_num_batched_tokens=10 * size, enforce_eager=True)
     engine.add_request(PROMPTS[3], PARAMS)
     engine.step()
-    assert rows == [[0, 4, 8, 12, 13]] * 2  # in two layers: the third has no keys of its own
+    assert rows == [[0, *range(size, 13, size), 13]] * 2  # in two layers: the third has no keys of its own
     rows.clear()
     engine.add_request(PROMPTS[2], PARAMS)
     engine.step()
-    assert rows[0] == [0, 1, *range(5, 38, 4)]
+    count = min(len(PROMPTS[2]), (10 * size - 1) // size * size)
+    assert rows[0] == [0, 1, *range(1 + size, 1 + count, size), 1 + count]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8])
@@ -127,14 +147,14 @@ def test_caches(decoder: Decoder, dtype: torch.dtype) -> None:
 
 
 def test_codes_are_kept_beyond_the_cache(decoder: Decoder, tmp_path: Path) -> None:
-    expected = alone(decoder)
+    expected, num_blocks = alone(decoder), 160 // block_size_of(decoder)
     for _ in range(2):
-        engine = engine_of(decoder, kv_offloading_dir=str(tmp_path), num_kv_blocks=40, max_model_len=88)
+        engine = engine_of(decoder, kv_offloading_dir=str(tmp_path), num_kv_blocks=num_blocks, max_model_len=88)
         assert answers(engine) == expected
         assert engine.offloading is not None
         assert engine.offloading.disk is not None
         wait_for_files(engine.offloading.disk)
-    assert engine.stats().num_loaded_disk_blocks > 20
+    assert engine.stats().num_loaded_disk_blocks > num_blocks // 2
 
 
 def test_only_later_layers_with_full_attention_and_keys_of_their_own_have_codes(decoder: Decoder) -> None:
@@ -148,15 +168,16 @@ def test_only_later_layers_with_full_attention_and_keys_of_their_own_have_codes(
 
 def test_memory(decoder: Decoder) -> None:
     """The cache has the size that was chosen for it."""
-    config = EngineConfig(**LIMITS, sparse_attention=SHARE)
+    config = EngineConfig(**LIMITS, block_size=block_size_of(decoder), sparse_attention=SHARE)
     size = kv_cache_size(config, [decoder.config])
     layers = {id(layer): layer for layer in engine_of(decoder).worker.kv_cache}.values()
     assert size.num_bytes == sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
 
 
-def test_prompts_of_modules() -> None:
+@pytest.mark.parametrize("softcap", [5.0, 0.0])
+def test_prompts_of_modules(softcap: float) -> None:
     """Tiles end with blocks and where other blocks are seen, whatever is in the cache."""
-    decoder = make_decoder(num_layers=4, windows=(0, 0, 0, 0))
+    decoder = make_decoder(num_layers=4, windows=(0, 0, 0, 0), attention_softcap=softcap)
     pieces = [
         [
             Piece(list(range(1, 30)), 0, True),
@@ -170,7 +191,7 @@ def test_prompts_of_modules() -> None:
     def texts(engine: Engine, order: list[int]) -> list[Any]:
         found: dict[int, Any] = {}
         for index in order:
-            layout = PromptLayout(pieces[index], BLOCK_SIZE, 1)
+            layout = PromptLayout(pieces[index], block_size_of(decoder), 1)
             name = engine.add_request(engine.validate(layout.token_ids, PARAMS, layout=layout), PARAMS)
             [completion] = drain(engine)[name].outputs
             found[index] = completion.token_ids, completion.logprobs
@@ -178,8 +199,8 @@ def test_prompts_of_modules() -> None:
 
     expected = texts(engine_of(decoder), [0, 1])
     assert texts(engine_of(decoder), [1, 0]) == expected
-    assert texts(engine_of(decoder, max_num_batched_tokens=33), [0, 1]) == expected
-    assert texts(engine_of(decoder, max_num_batched_tokens=33), [1, 0, 1, 0]) == expected
+    assert texts(engine_of(decoder, max_num_batched_tokens=8 * block_size_of(decoder) + 1), [0, 1]) == expected
+    assert texts(engine_of(decoder, max_num_batched_tokens=8 * block_size_of(decoder) + 1), [1, 0, 1, 0]) == expected
     assert texts(engine_of(decoder, sparse_attention=None), [0, 1]) != expected
 
 
@@ -227,5 +248,6 @@ LATENT = {
 def test_errors(changes: dict[str, Any], limits: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         kv_cache_size(
-            EngineConfig(**{**LIMITS, "sparse_attention": SHARE, **limits}), [replace(mixed_decoder.CONFIG, **changes)]
+            EngineConfig(**{**LIMITS, "block_size": 4, "sparse_attention": SHARE, **limits}),
+            [replace(mixed_decoder.CONFIG, **changes)],
         )

@@ -30,6 +30,25 @@ def test_merge_attention_states(shape: tuple[int, int, int], dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_in_place_on_the_cpu(dtype: torch.dtype) -> None:
+    a, b = random_state((5, 3, 80), dtype, "cpu"), random_state((5, 3, 80), dtype, "cpu")
+    expected = ops.merge_attention_states(*a, *b)
+    found = ops.merge_attention_states(*a, *b, inplace=True)
+    assert found[0] is a[0]
+    assert found[1] is a[1]
+    assert_bitwise(a[0], expected[0])
+    assert_bitwise(a[1], expected[1])
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("device", ["emulated"], indirect=True)
+def test_in_place_on_a_gpu(device: str) -> None:
+    a, b = random_state((5, 3, 64), torch.float16, device), random_state((5, 3, 64), torch.float16, device)
+    with pytest.raises(RuntimeError, match="a must be on the CPU for inplace"):
+        ops.merge_attention_states(*a, *b, inplace=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_that_saw_nothing_are_not_used(dtype: torch.dtype, device: str) -> None:
     """Whatever they hold; where both saw nothing, the result is 0."""
     (a, a_lse), (b, b_lse) = (random_state((4, 3, 64), dtype, device) for _ in range(2))

@@ -96,7 +96,7 @@ def test_tensors_of_another_dtype(name: str, args: tuple[Any, ...]) -> None:
     """Each is refused by its name; beside a cache of another dtype, the other cache or the scales do not fit either."""
     for place, key in enumerate(named(name, args)):
         if isinstance(args[place], Tensor):
-            given, refused = copy.deepcopy(args), f"({key}|v_cache|k_scale|scale)" if key.endswith("cache") else key
+            given, refused = copy.deepcopy(args), f"({key}|v_cache|[kv]_scale|scale)" if key.endswith("cache") else key
             with pytest.raises(RuntimeError, match=f"{name}: {refused} must "):
                 getattr(torch.ops.fastinfer, name).default(*given[:place], given[place].double(), *given[place + 1 :])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.helpers import assert_bitwise, needs_inductor
-from support.op_calls import int32, op_calls, out_calls
+from support.op_calls import int32, op_calls, out_calls, overload_calls
 from support.quantized_gemm import random_weight
 from torch import Tensor
 
@@ -21,13 +21,14 @@ def overload(name: str) -> Any:
 torch.manual_seed(0)
 CALLS = [pytest.param(name, args, id=f"{name}-{index}") for index, (name, args) in enumerate(op_calls())]
 OUT_CALLS = {f"{name}.out": (args, out) for name, args, out in out_calls()}
+OVERLOAD_CALLS = {f"{name}.{overload}": args for name, overload, args in overload_calls()}
 
 
 def test_every_operator_is_called() -> None:
     schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fastinfer::")]
     registered = {f"{schema.name}.{schema.overload_name}".removeprefix("fastinfer::").strip(".") for schema in schemas}
     settings = {"set_batch_invariant", "set_constant_weights", "set_dependent_launches", "set_first_prompt_row"}
-    assert registered == {name for name, _ in op_calls()} | OUT_CALLS.keys() | settings
+    assert registered == {name for name, _ in op_calls()} | OUT_CALLS.keys() | OVERLOAD_CALLS.keys() | settings
 
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -43,6 +44,13 @@ def test_opcheck_of_out(name: str) -> None:
     args, out = OUT_CALLS[name]
     packet = getattr(torch.ops.fastinfer, name.removesuffix(".out"))
     torch.library.opcheck(packet.out, args, {"out": out}, test_utils=UTILITIES)
+
+
+@pytest.mark.parametrize("name", OVERLOAD_CALLS)
+def test_opcheck_of_other_overloads(name: str) -> None:
+    operator, chosen = name.split(".")
+    packet = getattr(torch.ops.fastinfer, operator)
+    torch.library.opcheck(getattr(packet, chosen), OVERLOAD_CALLS[name], test_utils=UTILITIES)
 
 
 @pytest.mark.parametrize(("name", "args"), CALLS)

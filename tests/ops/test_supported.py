@@ -249,6 +249,9 @@ def heads_call(op: str, dtype: torch.dtype, cache: torch.dtype, weight: torch.dt
     if op == "store_key_codes":
         codes = torch.zeros(2, 2, head_dim // 8 + 1, 16).to(dtype)
         return {"codes": codes, "k_cache": caches["k_cache"], "k_scale": scales["k_scale"], "slot_mapping": slots}
+    if op == "store_value_codes":
+        codes = torch.zeros(2, 2, head_dim // 8 + 1, 16).to(dtype)
+        return {"codes": codes, "v_cache": caches["v_cache"], "v_scale": scales["v_scale"], "slot_mapping": slots}
     if op == "store_kv_cache":
         return {"k": k, "v": v, **caches, "slot_mapping": slots, **scales}
     if op == "norm_rotary_store":
@@ -279,7 +282,7 @@ def test_dtypes_of_heads_caches_and_weights(op: str, column: str, device: str) -
 def test_head_sizes(op: str, column: str, device: str) -> None:
     takes = support.TABLE[op][column]
     caches = [torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8] if takes.cache_dtype else [None]
-    dtype = torch.int32 if op in ("paged_attention_plan", "store_key_codes") else torch.bfloat16
+    dtype = torch.int32 if op in ("paged_attention_plan", "store_key_codes", "store_value_codes") else torch.bfloat16
 
     def calls() -> Iterator[tuple[Call, Call]]:
         yield {"dtype": torch.float64}, heads_call(op, torch.float64, dtype, dtype, 64)
@@ -339,7 +342,7 @@ def test_operators_of_the_cpu_alone() -> None:
         name.format(bits)
         for name in ("int{}_gemm", "grouped_int{}_gemm", "int{}_pack", "int{}_dequantize")
         for bits in (5, 6)
-    }
+    } | {"store_value_codes"}
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")
         assert support.devices(op) == "CPU"

@@ -172,6 +172,22 @@ class Guarded:
         assert self._memory[:, -self.PAD :].isnan().all()
 
 
+class GuardedResult:
+    """A contiguous tensor in the middle of longer memory, which must stay as it was, for a result written in place."""
+
+    PAD = 64
+
+    def __init__(self, values: Tensor) -> None:
+        self._memory = torch.full((values.numel() + 2 * self.PAD,), 77, dtype=values.dtype)
+        self.view = self._memory[self.PAD : -self.PAD].view(values.shape)
+        self.view.copy_(values)
+
+    def assert_intact(self) -> None:
+        """Nothing beside the view was written."""
+        assert (self._memory[: self.PAD] == 77).all()
+        assert (self._memory[-self.PAD :] == 77).all()
+
+
 # Every combination of prologue and epilogue that the linear layers fuse; see gemm_options.
 GEMM_FUSIONS = [
     "+".join(filter(None, parts)) or "plain"

@@ -216,6 +216,9 @@ def sparse_attention_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ..
     key_codes = torch.randint(-(2**31), 2**31, (7, 2, 9, 16)).int()
     key_codes[:, :, -1] = torch.rand(7, 2, 16).view(torch.int32)  # scales
     ragged = int32(4, 6, 0, 3, 5, 1, 2)[None], int32(105), int32(0, 3)
+    if cpu_alone:
+        for v, v_scale in ((v_cache, None), (integers[0], integers[1])):
+            yield "store_value_codes", (torch.zeros(7, 2, 9, 16).int(), v, v_scale, slots)
     # Each token reads all pages: what is behind those that are chosen is undefined.
     yield "select_pages", (q, key_codes, *ragged, 16, 1.0, 0, 0.125, None)
     yield "select_pages", (q.float(), key_codes, *ragged, 16, 0.5, 9, 0.125, None)
@@ -288,6 +291,19 @@ def out_calls() -> Iterator[tuple[str, tuple[Any, ...], Tensor]]:
         if "out" in packet.overloads():
             result = packet.default(*copy.deepcopy(args))
             yield name, args, torch.full_like(result, poison(result))
+
+
+def overload_calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """Calls of the other overloads, with the names of the operator and the overload."""
+    q, key_codes = torch.randn(3, 4, 64).bfloat16(), torch.randint(-(2**31), 2**31, (7, 2, 9, 16)).int()
+    key_codes[:, :, -1] = torch.rand(7, 2, 16).view(torch.int32)  # scales
+    value_codes = key_codes.clone()
+    value_codes.flatten(2)[:, :, -16:] = torch.rand(7, 2, 16).view(torch.int32)
+    ragged = int32(4, 6, 0, 3, 5, 1, 2)[None], int32(105), int32(0, 3)
+    rest = value_codes, torch.zeros_like(q), torch.zeros(3, 4)
+    # Each token reads all pages: what is behind those that are chosen is undefined.
+    yield "select_pages", "rest", (q, key_codes, *ragged, 16, 1.0, 0, 0.125, *rest)
+    yield "merge_attention_states", "inplace", (q, torch.randn(3, 4), torch.randn_like(q), torch.randn(3, 4))
 
 
 def named(name: str, args: tuple[Any, ...]) -> dict[str, Any]:

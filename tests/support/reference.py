@@ -265,6 +265,15 @@ def key_levels(codes: Tensor) -> tuple[Tensor, Tensor]:
     return levels, scales.contiguous().view(torch.float32)
 
 
+def value_levels(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """The levels of values, [blocks, block_size, heads, head_dim], and their scales [blocks, block_size, heads]."""
+    blocks, heads, words, block_size = codes.shape
+    eights, scales = codes.flatten(2).split([(words - 1) * block_size, block_size], 2)
+    bits = eights.view(blocks, heads, block_size // 8, 1, -1) >> torch.tensor([0, 8, 16, 24, 4, 12, 20, 28])[:, None]
+    levels = (bits & 15).flatten(2, 3).double() - 7.5
+    return levels.transpose(1, 2), scales.transpose(1, 2).contiguous().view(torch.float32)
+
+
 def norm_rotary(
     x: Tensor, weight: Tensor | None, eps: float, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
 ) -> Tensor:

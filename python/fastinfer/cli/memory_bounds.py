@@ -28,7 +28,7 @@ from fastinfer.models.kv_cache import num_blocks_for
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.moe import MixtureOfExperts
-from fastinfer.models.sparse_attention import has_key_codes, key_codes_bytes
+from fastinfer.models.sparse_attention import codes_bytes, has_key_codes, has_value_codes
 from fastinfer.models.state_cache import state_bytes
 from fastinfer.utils.device import resolve_places
 from fastinfer.utils.places import parse_places
@@ -272,9 +272,10 @@ def device_memory(checkpoint: Checkpoint, text: str, context: int, batch: int) -
 def sparse_attention_bytes(config: ModelConfig, context: int, batch: int) -> int:
     """Return the size of the codes that sparse attention keeps beside the keys and values of ``batch`` sequences."""
     layers = [layer for layer in range(config.num_layers) if has_key_codes(config, layer)]
-    block_size = EngineConfig().block_size
-    slots = batch * num_blocks_for(context, block_size) * block_size
-    return slots * sum(key_codes_bytes(config.kv_shape(layer)) for layer in layers)
+    settings = EngineConfig()
+    slots = batch * num_blocks_for(context, settings.block_size) * settings.block_size
+    with_values = has_value_codes(config, settings.block_size, settings.device)
+    return slots * sum(codes_bytes(config.kv_shape(layer), with_values=with_values) for layer in layers)
 
 
 def module_token_bytes(config: ModelConfig, dtypes: Sequence[torch.dtype]) -> dict[str, int]:

@@ -93,7 +93,7 @@ def mean_by_parts(hidden: Tensor, loss: Callable[[Tensor, slice], Tensor]) -> Te
         loss: function of some of the rows and their place among all, which returns their mean loss. Of what it uses,
             only the rows get gradients.
     """
-    mean: Tensor = _MeanByParts.apply(hidden, loss)
+    mean: Tensor = _MeanByParts.apply(hidden, loss)  # type: ignore[no-untyped-call]
     return mean
 
 

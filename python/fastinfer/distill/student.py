@@ -123,7 +123,8 @@ class Student:
     def logits(self, ids: Tensor) -> Tensor:
         """Compute logits [texts, tokens, vocab] for token ids [texts, tokens] int64."""
         outputs = self.outputs(ids)
-        return self.head(outputs, outputs.last_hidden_state.flatten(0, 1)).unflatten(0, ids.shape)
+        hidden: Tensor = outputs.last_hidden_state
+        return self.head(outputs, hidden.flatten(0, 1)).view(*ids.shape, -1)
 
     def outputs(self, ids: Tensor) -> Any:
         """Compute what the layers do, as transformers returns it: ``last_hidden_state`` [texts, tokens, hidden]."""

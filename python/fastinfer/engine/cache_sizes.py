@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fastinfer.engine.config import EngineConfig
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.kv_cache import feature_dtype, index_key_dtype, token_bytes
-from fastinfer.models.sparse_attention import has_key_codes, key_codes_bytes
+from fastinfer.models.sparse_attention import codes_bytes, has_key_codes, has_value_codes
 from fastinfer.models.state_cache import state_bytes
 
 
@@ -43,7 +43,8 @@ def cache_sizes(config: EngineConfig, models: Sequence[ModelConfig]) -> Iterator
             window = 0 if len(models) > 1 or config.has_offloading else model.window(layer)
             size = token_bytes(model.kv_shape(layer), config.kv_cache_dtype)
             if number == 0 and config.sparse_attention is not None and has_key_codes(model, layer):
-                size += key_codes_bytes(model.kv_shape(layer))
+                with_values = has_value_codes(model, config.block_size, config.device)
+                size += codes_bytes(model.kv_shape(layer), with_values=with_values)
             if model.indexer is not None and model.has_indexer(layer):
                 size += model.indexer.head_dim * index_key_dtype(config.kv_cache_dtype).itemsize
             if model.has_features:

@@ -153,15 +153,24 @@ class Attention:
         )
         if tile_start is not None:
             pages, lens = select(q, row_start=tile_start)
-            return attend(q, cache.k, cache.v, pages, lens, tile_start, lse=lse)
-        if sparse.dense_lens is None:
+            out = attend(q, cache.k, cache.v, pages, lens, tile_start, lse=lse)
+            if cache.value_codes is None:  # as rows of their own, generated tokens have attended to their pages
+                return out
+        elif sparse.dense_lens is None:
             out = q.new_empty(q.shape)
         else:  # of tokens that see nothing, as the others do here, it is 0
             out = attend(q, cache.k, cache.v, table, sparse.dense_lens, batch.query_start, lse=lse)
-        rows = q[: sparse.num_generated]
-        pages, lens = select(rows)
+        rows, own = q[: sparse.num_generated], out[: sparse.num_generated]
         # Heads of other layers choose other pages, and so have other lengths.
-        attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=out[: len(rows)])
+        if cache.value_codes is None:
+            pages, lens = select(rows)
+            attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=own)
+        elif len(rows):
+            rest = rows.new_empty(rows.shape)
+            own_lse, rest_lse = (rows.new_empty(rows.shape[:2], dtype=torch.float32) for _ in range(2))
+            pages, lens = select(rows, value_codes=cache.value_codes, rest=rest, rest_lse=rest_lse)
+            attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=own, lse=own_lse)
+            ops.merge_attention_states(own, own_lse, rest, rest_lse, inplace=True)
         return out
 
     def _values(self, out: Tensor) -> Tensor:
@@ -201,6 +210,8 @@ class Attention:
         )
         if cache.key_codes is not None:
             ops.store_key_codes(cache.key_codes, cache.k, cache.k_scale, batch.slot_mappings[cache.group])
+        if cache.value_codes is not None:
+            ops.store_value_codes(cache.value_codes, cache.v, cache.v_scale, batch.slot_mappings[cache.group])
         return q
 
     def _attend_to_later(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastinfer.errors import RequestError
 from fastinfer.models.config import KVShape, ModelConfig
-from fastinfer.models.sparse_attention import KEY_CODES_DTYPE, has_key_codes, key_codes_shape
+from fastinfer.models.sparse_attention import CODES_DTYPE, codes_shape, has_key_codes, has_value_codes
 from fastinfer.models.state_cache import StateCache
 
 # int8 and fp8 have one fp32 scale per token and head. uint8 stands for int4: two elements per byte, and an fp16 scale
@@ -32,6 +32,8 @@ class LayerCache:
         group: number of the group of layers whose blocks have the same numbers.
         key_codes: [num_blocks, num_kv_heads, head_dim / 8 + 1, block_size] int32; codes of the keys, see
             :func:`fastinfer.ops.store_key_codes`. ``None`` for a layer without sparse attention.
+        value_codes: the same of the values, see :func:`fastinfer.ops.store_value_codes`; ``None`` where tokens attend
+            to the chosen pages alone.
         features: [num_blocks, block_size, 1, hidden]; features of each token, of the layer of a draft head; ``None``
             for other layers.
         index_keys: [num_blocks, block_size, 1, head_dim]; key of each token for the layer's indexer, see
@@ -44,6 +46,7 @@ class LayerCache:
     v_scale: Tensor | None = None
     group: int = field(default=0, kw_only=True)
     key_codes: Tensor | None = field(default=None, kw_only=True)
+    value_codes: Tensor | None = field(default=None, kw_only=True)
     features: Tensor | None = field(default=None, kw_only=True)
     index_keys: Tensor | None = field(default=None, kw_only=True)
 
@@ -57,6 +60,7 @@ class LayerCache:
         device: str,
         group: int = 0,
         with_key_codes: bool = False,
+        with_value_codes: bool = False,
     ) -> "LayerCache":
         """Allocate an uninitialised cache; on a CPU a page takes memory only once it is written.
 
@@ -67,7 +71,7 @@ class LayerCache:
             dtype: dtype of the elements; uint8 stands for int4.
             device: device of the cache.
             group: see above.
-            with_key_codes: whether there are codes of keys, see above.
+            with_key_codes, with_value_codes: whether there are codes of keys, and of values, see above.
 
         Raises:
             RequestError: the size of a head is odd, or values are within the keys, and the cache has two elements per
@@ -77,11 +81,12 @@ class LayerCache:
         heads = head_shapes(shape, dtype)
         tensors = [torch.empty(*sizes, *head, dtype=element, device=device) for head, element in heads]
         if not shape.value_dim:
-            key_codes = None
-            if with_key_codes:
-                size = num_blocks, *key_codes_shape(shape, block_size)
-                key_codes = torch.empty(size, dtype=KEY_CODES_DTYPE, device=device)
-            return cls(*tensors, group=group, key_codes=key_codes)
+            size = num_blocks, *codes_shape(shape, block_size)
+            codes = [
+                torch.empty(size, dtype=CODES_DTYPE, device=device) if wanted else None
+                for wanted in (with_key_codes, with_value_codes)
+            ]
+            return cls(*tensors, group=group, key_codes=codes[0], value_codes=codes[1])
         k, k_scale = tensors[0], tensors[1] if len(tensors) > 1 else None
         return cls(k, k[..., : shape.value_dim], k_scale, k_scale, group=group)
 
@@ -99,7 +104,7 @@ class LayerCache:
     def tensors(self) -> list[Tensor]:
         """All tensors of the layer; values within the keys are none of their own."""
         tensors = [self.k, self.k_scale] if self._values_in_keys else [self.k, self.v, self.k_scale, self.v_scale]
-        tensors += [self.key_codes, self.features, self.index_keys]
+        tensors += [self.key_codes, self.value_codes, self.features, self.index_keys]
         return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -141,7 +146,8 @@ class KVCache:
             group: function from the length of a layer's window to the number of its group.
             num_states: number of slots for states, if the model has layers with linear attention.
             state_dtype: dtype of the hidden states.
-            with_key_codes: whether layers that can have sparse attention get codes of their keys.
+            with_key_codes: whether layers that can have sparse attention get codes of their keys, and of their values
+                where :func:`fastinfer.models.sparse_attention.has_value_codes` says so.
             layers: layers that have a cache; ``None`` for all.
 
         Raises:
@@ -156,7 +162,8 @@ class KVCache:
             number = group(config.window(index))
             sizes = num_blocks[number], block_size, dtype, own_device
             has_codes = with_key_codes and has_key_codes(config, index)
-            cache = LayerCache.empty(config.kv_shape(index), *sizes, number, has_codes)
+            with_values = has_codes and has_value_codes(config, block_size, own_device)
+            cache = LayerCache.empty(config.kv_shape(index), *sizes, number, has_codes, with_values)
             if config.indexer is not None and config.has_indexer(index):
                 cache = cache.with_index_keys(config.indexer.head_dim)
             if not config.has_features:

@@ -12,7 +12,7 @@ from fastinfer.models.config import KVShape, ModelConfig
 DENSE_LAYERS = 2
 # Rows that see no more pages read them all: choosing some would take longer.
 DENSE_PAGES = 16
-KEY_CODES_DTYPE = torch.int32
+CODES_DTYPE = torch.int32
 _CODES_PER_WORD = 8
 
 
@@ -62,11 +62,22 @@ def has_key_codes(config: ModelConfig, layer: int) -> bool:
     )
 
 
-def key_codes_shape(shape: KVShape, block_size: int) -> tuple[int, ...]:
-    """Return the shape of the codes of one page, see :func:`fastinfer.ops.store_key_codes`."""
+def has_value_codes(config: ModelConfig, block_size: int, device: str) -> bool:
+    """Return whether the values of layers with codes of keys have codes, too: tokens then attend to all pages.
+
+    Args:
+        config: configuration of the model. A cap of the logits would change how the pages that are not chosen count.
+        block_size: tokens of a page; a word has the codes of eight of them.
+        device: device of the cache. On GPUs this is not built.
+    """
+    return device == "cpu" and block_size % _CODES_PER_WORD == 0 and not config.attention_softcap
+
+
+def codes_shape(shape: KVShape, block_size: int) -> tuple[int, ...]:
+    """Return the shape of the codes of one page's keys or values, see :func:`fastinfer.ops.store_key_codes`."""
     return shape.num_heads, shape.head_dim // _CODES_PER_WORD + 1, block_size
 
 
-def key_codes_bytes(shape: KVShape) -> int:
+def codes_bytes(shape: KVShape, *, with_values: bool) -> int:
     """Return the size in bytes of the codes of one token."""
-    return math.prod(key_codes_shape(shape, 1)) * KEY_CODES_DTYPE.itemsize
+    return (1 + with_values) * math.prod(codes_shape(shape, 1)) * CODES_DTYPE.itemsize

@@ -78,7 +78,7 @@ from fastinfer.ops.prompt import prompt_rows, prompt_rows_of_experts
 from fastinfer.ops.quantize import quantize_int8
 from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, latent_rotary_store, norm_rotary_store, rotary_embedding
 from fastinfer.ops.sampling import Sampled, sample
-from fastinfer.ops.sparse_attention import select_pages, select_tokens, store_key_codes
+from fastinfer.ops.sparse_attention import select_pages, select_tokens, store_key_codes, store_value_codes
 from fastinfer.ops.support import supported
 from fastinfer.ops.w8a8 import w8a8_gemm
 
@@ -156,6 +156,7 @@ __all__ = [
     "softplus_gate",
     "store_key_codes",
     "store_kv_cache",
+    "store_value_codes",
     "supported",
     "w8a8_gemm",
     "xielu",

@@ -16,7 +16,7 @@ _library = torch.library.Library("fastinfer", "IMPL")
 
 
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated shape function of an operator, and from it that of the overload ``.out``.
+    """Register the decorated shape function of an operator and its overloads, and from it those that return nothing.
 
     Shape functions use ``new_empty``, not ``empty_like``: results are contiguous whatever the arguments' strides. The
     autograd key falls through: otherwise a result of a Parameter would claim to require grad and fail in ``backward``.
@@ -25,9 +25,9 @@ def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(shape: Callable[..., Any]) -> Callable[..., Any]:
         checked = _on_one_device(name, shape)
         for overload in getattr(ops, name).overloads():
-            out = overload == "out"
-            full_name = f"{name}.out" if out else name
-            register_fake(f"fastinfer::{full_name}", _out_fake(name, checked) if out else checked)
+            full_name = name if overload == "default" else f"{name}.{overload}"
+            written = {"out": _out_fake(name, checked), "inplace": _inplace_fake(checked)}
+            register_fake(f"fastinfer::{full_name}", written.get(overload, checked))
             _library.impl(full_name, fallthrough_kernel, "Autograd")
         return shape
 
@@ -52,6 +52,15 @@ def _on_one_device(name: str, shape: Callable[..., Any]) -> Callable[..., Any]:
                 expected = f"be on the device of the other arguments, {device}"
                 raise RuntimeError(f"{name}: {key} must {expected}, got {value.device}")
         return shape(*args, **kwargs)
+
+    return check
+
+
+def _inplace_fake(shape: Callable[..., Any]) -> Callable[..., None]:
+    """Make the fake of an ``.inplace`` overload, which writes into its arguments."""
+
+    def check(*args: Any) -> None:
+        shape(*args)
 
     return check
 
@@ -178,6 +187,11 @@ def _(codes: Tensor, *args: object) -> None:
     return None
 
 
+@fake("store_value_codes")
+def _(codes: Tensor, *args: object) -> None:
+    return None
+
+
 @fake("select_pages")
 def _(
     q: Tensor,
@@ -190,8 +204,10 @@ def _(
     num_dense_pages: int,
     scale: float,
     row_start: Tensor | None = None,
+    *rest: Tensor,  # of the overload ``.rest``, which has codes of values instead of ``row_start``
 ) -> tuple[Tensor, Tensor]:
-    rows = q.shape[0] if row_start is None else row_start.shape[0] - 1  # len(q) would fix the number in a graph
+    tokens = q.shape[0]  # len(q) would fix the number in a graph
+    rows = tokens if row_start is None or rest else row_start.shape[0] - 1
     sizes = [rows, codes.shape[1]]
     return block_table.new_empty([*sizes, block_table.shape[1]]), block_table.new_empty(sizes)
 

@@ -14,7 +14,10 @@ R = TypeVar("R", covariant=True)
 
 
 class Operator(Protocol[R]):
-    """One operator: ``default`` returns the result, ``out`` writes it into its keyword argument ``out``."""
+    """One operator: ``default`` returns the result.
+
+    ``out`` writes it into its keyword argument ``out``, and ``inplace`` into its first arguments.
+    """
 
     __name__: str
 
@@ -23,6 +26,16 @@ class Operator(Protocol[R]):
 
     @property
     def out(self) -> Callable[..., None]: ...
+
+    @property
+    def inplace(self) -> Callable[..., None]: ...
+
+
+class SelectPages(Operator[tuple[Tensor, Tensor]], Protocol):
+    """The operator whose overload ``rest`` also attends to the pages that it does not choose."""
+
+    @property
+    def rest(self) -> Callable[..., tuple[Tensor, Tensor]]: ...
 
 
 class Operators(Protocol):
@@ -37,12 +50,14 @@ class Operators(Protocol):
     rotary_embedding: Operator[None]
     route_experts: Operator[tuple[Tensor, Tensor, Tensor, Tensor]]
     sample: Operator[tuple[Tensor, Tensor, Tensor, Tensor]]
+    select_pages: SelectPages
     set_batch_invariant: Operator[bool]
     set_constant_weights: Operator[bool]
     set_dependent_launches: Operator[bool]
     set_first_prompt_row: Operator[int]
     softcap: Operator[None]
     store_kv_cache: Operator[None]
+    store_value_codes: Operator[None]
 
     def __getattr__(self, name: str) -> Operator[Tensor]: ...
 

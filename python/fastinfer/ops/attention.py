@@ -224,7 +224,9 @@ def paged_attention_plan(
     return ops.paged_attention_plan.default(seq_lens, query_start, q_heads, kv_heads, head_dim, window, chunked)
 
 
-def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_attention_states(
+    a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, *, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
     """Merge the attention over two disjoint sets of positions into the attention over both.
 
     The operation is associative, so any number of parts can be merged: a shared prefix and the rest, or chunks of a
@@ -234,6 +236,7 @@ def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -
         a, b: [tokens, heads, head_dim]; fp32, bf16 or fp16.
         a_lse, b_lse: [tokens, heads] fp32; natural logarithms of the sums of exponentials. For -inf (the query saw no
             position) the row is ignored.
+        inplace: write the results into ``a`` and ``a_lse``; CPU only.
 
     Returns:
         The merged attention, [tokens, heads, head_dim] with the dtype of ``a``, and its lse, [tokens, heads] fp32;
@@ -256,4 +259,7 @@ def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -
     """
     inference_only("merge_attention_states", "a b", a, b)
     inference_only("merge_attention_states", "a_lse b_lse", a_lse, b_lse)
+    if inplace:
+        ops.merge_attention_states.inplace(a, a_lse, b, b_lse)
+        return a, a_lse
     return ops.merge_attention_states.default(a, a_lse, b, b_lse)

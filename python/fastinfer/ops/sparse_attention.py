@@ -3,7 +3,9 @@
 A page is a block of the cache. :func:`store_key_codes` keeps each key in four bits an element, from which its logit can
 be estimated for any query. :func:`select_pages` weighs the pages by these estimates and takes the heaviest, until they
 have a given share of the attention, and :func:`fastinfer.ops.paged_attention` attends to them as if they were the whole
-sequence. With all pages the result is bitwise that of dense attention.
+sequence. With all pages the result is bitwise that of dense attention. If the values have codes, too
+(:func:`store_value_codes`), :func:`select_pages` also attends to the other pages, by codes alone, and
+:func:`fastinfer.ops.merge_attention_states` adds that to the result.
 
 Models that were trained with sparse attention choose single tokens by an indexer of their own, for prompts too:
 :func:`select_tokens`.
@@ -50,6 +52,41 @@ def store_key_codes(codes: Tensor, k_cache: Tensor, k_scale: Tensor | None, slot
     ops.store_key_codes.default(codes, k_cache, k_scale, slot_mapping)
 
 
+def store_value_codes(codes: Tensor, v_cache: Tensor, v_scale: Tensor | None, slot_mapping: Tensor) -> None:
+    """Write the codes of the values of blocks that have just been filled, in place.
+
+    Call it after :func:`fastinfer.ops.store_kv_cache` with the same slots. A block is filled when its last slot is
+    written; then all of its values are read from the cache. Values are rotated and rounded as keys are by
+    :func:`store_key_codes`.
+
+    Args:
+        codes: [num_blocks, kv_heads, head_dim / 8 + 1, block_size] int32, written in place, with a block_size that is a
+            multiple of 8. The words of a block and head are [block_size / 8, head_dim] with eight codes each, and then
+            the [block_size] bits of the scales in fp32. Byte b of word [g, c] has the codes of the tokens 8 g + b and,
+            in its upper half, 8 g + 4 + b, in channel c.
+        v_cache, v_scale: values of the cache, as in :func:`fastinfer.ops.store_kv_cache`, with a head_dim that is a
+            multiple of 8.
+        slot_mapping: [tokens] int64; ``block * block_size + offset``. A token with slot -1 is skipped.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or slot does not fit; scales are missing, or passed for a cache that has
+            none.
+
+    Devices: CPU.
+
+    Source: the rotation: QuaRot: Ashkboos et al., 2024, https://arxiv.org/abs/2404.00456.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> v_cache = torch.arange(8.0).view(1, 8, 1, 1) * torch.eye(8)[0]  # one block of eight slots
+    >>> codes = torch.zeros(1, 1, 2, 8, dtype=torch.int32)
+    >>> ops.store_value_codes(codes, v_cache, None, torch.tensor([7]))
+    >>> codes.view(torch.float32)[0, 0, 1]
+    tensor([0.0000, 0.1333, 0.2667, 0.4000, 0.5333, 0.6667, 0.8000, 0.9333])
+    """
+    inference_only("store_value_codes", "codes v_cache", codes, v_cache)
+    ops.store_value_codes.default(codes, v_cache, v_scale, slot_mapping)
+
+
 def select_pages(
     q: Tensor,
     codes: Tensor,
@@ -61,6 +98,9 @@ def select_pages(
     num_dense_pages: int = 0,
     scale: float | None = None,
     row_start: Tensor | None = None,
+    value_codes: Tensor | None = None,
+    rest: Tensor | None = None,
+    rest_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the pages that each row reads, for each KV head; a row is a token, or some tokens that read the same.
 
@@ -89,6 +129,13 @@ def select_pages(
         scale: factor of the logits; ``head_dim ** -0.5`` by default.
         row_start: [rows + 1] int32; the first token of each row, and the end of the last one. A row has tokens of one
             sequence, at most ``block_size`` of them, or none. By default each token is a row. CPU only.
+        value_codes: [num_blocks, kv_heads, head_dim / 8 + 1, block_size] int32, see :func:`store_value_codes`: attend
+            to the pages that are not chosen, too. Their logits are the estimates, and the probabilities, times the
+            values' scales, are rounded to seven bits within a page. Pages with less than a 64th of an average
+            page's attention are left out. Only without ``row_start``; CPU only, as are the next two.
+        rest: [tokens, q_heads, head_dim], dtype of ``q``, written in place: the attention to these pages.
+        rest_lse: [tokens, q_heads] fp32, written in place: natural logarithm of the sum of their exponentials. Where it
+            is -inf, ``rest`` is undefined; see :func:`fastinfer.ops.merge_attention_states`.
 
     Returns:
         The pages, [rows, kv_heads, max_blocks] int32, whose entries past the length are undefined, and the number of
@@ -96,8 +143,9 @@ def select_pages(
 
     Raises:
         RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit; ``share`` is not in (0, 1], or
-            ``num_dense_pages`` is negative; on CUDA ``row_start`` is passed; on the CPU also lengths or rows that
-            contradict each other, and blocks outside the cache.
+            ``num_dense_pages`` is negative; on CUDA ``row_start`` or ``value_codes`` is passed; on the CPU also lengths
+            or rows that contradict each other, and blocks outside the cache.
+        TypeError: of ``value_codes``, ``rest`` and ``rest_lse`` some are missing, or ``row_start`` is passed with them.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -120,8 +168,15 @@ def select_pages(
     inference_only("select_pages", "q codes", q, codes)
     if scale is None:
         scale = max(q.shape[-1] if q.dim() else 1, 1) ** -0.5  # empty heads and scalars are refused below
-    args = (q, codes, block_table, seq_lens, query_start, block_size, share, num_dense_pages, scale, row_start)
-    pages, lens = ops.select_pages.default(*args)
+    args = (q, codes, block_table, seq_lens, query_start, block_size, share, num_dense_pages, scale)
+    if value_codes is rest is rest_lse is None:
+        pages, lens = ops.select_pages.default(*args, row_start)
+    elif value_codes is None or rest is None or rest_lse is None:
+        raise TypeError("select_pages: value_codes, rest and rest_lse must be given together")
+    elif row_start is not None:
+        raise TypeError("select_pages: row_start must be None with value_codes, as each token is a row")
+    else:
+        pages, lens = ops.select_pages.rest(*args, value_codes, rest, rest_lse)
     return pages, lens
 
 

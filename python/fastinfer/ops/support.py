@@ -105,6 +105,7 @@ ON_BOTH = {
 
 # Operators without a CUDA kernel.
 ON_CPU = {
+    "store_value_codes": replace(STORE, dtype=(torch.int32,), head_dim=range(8, MOST, 8)),
     "int5_gemm": INT4_WEIGHT,
     "grouped_int5_gemm": INT4_WEIGHT,
     "int5_pack": PACK4,
