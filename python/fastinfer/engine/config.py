@@ -90,7 +90,8 @@ class EngineConfig:
         sparse_attention: share of its attention, as 0.9, that the blocks hold which a token attends to, for each KV
             head: the first block, the last two, and those with the largest estimates. ``None`` for all blocks. The
             first two layers, layers with a window, tokens with little before them, and on a GPU prompts attend to all
-            in any case. On a CPU chunks of prompts end with a block. See docs/sparse-attention.md.
+            in any case. On a CPU generated tokens attend to the other blocks by keys and values in four bits, and
+            chunks of prompts end with a block. See docs/sparse-attention.md.
         max_loras: number of LoRA adapters that can run at the same time; 0 for a model without adapters. More can be
             registered.
         max_cpu_loras: number of LoRA adapters that are kept in host memory, so that they are not read again when their
