@@ -54,6 +54,8 @@ LIMITS: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 64, "max_num_seqs": 
 def sparse_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts attend to everything, in the engine on the CPU, too; and tokens choose from the fourth page on."""
     monkeypatch.setattr(EngineConfig, "sparse_prompts", False)
+    for module in ("engine.cache_sizes", "models.kv_cache"):
+        monkeypatch.setattr(f"fastinfer.{module}.has_value_codes", lambda *_: False)
     monkeypatch.setattr(batch_inputs, "DENSE_PAGES", 3)
 
 
