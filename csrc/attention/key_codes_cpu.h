@@ -5,6 +5,7 @@
 
 #include "attention/key_codes.h"
 #include "attention/kv_tile_cpu.h"
+#include "attention/store_key_codes.h"
 #include "common/cpu/quantize_row.h"
 #include "common/cpu/vec.h"
 
@@ -56,6 +57,17 @@ void load_rotated(const void* cache, const void* scales, int64_t row, int head_d
   }
   std::fill(out + head_dim, out + rotated_columns(head_dim), 0.0f);
   rotate(out, head_dim);
+}
+
+// Calls run with a value of the type of the cache's elements.
+template <class Run>
+void dispatch_cache(const StoreCodesParams& p, const Run& run) {
+  switch (p.quantization) {
+    case CacheQuantization::kInt8: return run(Int8{});
+    case CacheQuantization::kFp8: return run(E4m3{});
+    case CacheQuantization::kInt4: return run(Int4Pair{});
+    default: dispatch(p.cache_dtype, run);
+  }
 }
 
 // Rounds a rotated row to codes [rotated_columns], and returns their scale.

@@ -22,20 +22,20 @@ constexpr int kThreads = 128, kWarps = kThreads / kWarpSize, kChannels = kKeyCod
 struct Int4Codes {};
 
 template <class C>
-__device__ void load_key(const StoreKeyCodesParams& p, int64_t row, int channel, float (&key)[kChannels]) {
+__device__ void load_key(const StoreCodesParams& p, int64_t row, int channel, float (&key)[kChannels]) {
   if constexpr (std::is_same_v<C, Int4Codes>) {
-    const uint32_t codes = static_cast<const uint32_t*>(p.k_cache)[(row * p.head_dim + channel) / kChannels];
+    const uint32_t codes = static_cast<const uint32_t*>(p.cache)[(row * p.head_dim + channel) / kChannels];
     const int64_t group = row * int4_groups(p.head_dim, kInt4KeyGroup) + channel / kInt4KeyGroup;
     __half2 pair;
-    memcpy(&pair, static_cast<const uint32_t*>(p.k_scale) + group, sizeof pair);
+    memcpy(&pair, static_cast<const uint32_t*>(p.scale) + group, sizeof pair);
     for (int i = 0; i < kChannels; ++i) {
       key[i] = fmaf(__low2float(pair), static_cast<float>(codes >> (4 * i) & 15u), __high2float(pair));
     }
   } else {
     constexpr bool kScaled = sizeof(C) == 1;
     constexpr int kVector = sizeof(C) == 4 ? 4 : kChannels;  // 16 bytes at most
-    const float scale = kScaled ? static_cast<const float*>(p.k_scale)[row] : 1.0f;
-    const C* const from = static_cast<const C*>(p.k_cache) + row * p.head_dim + channel;
+    const float scale = kScaled ? static_cast<const float*>(p.scale)[row] : 1.0f;
+    const C* const from = static_cast<const C*>(p.cache) + row * p.head_dim + channel;
     for (int first = 0; first < kChannels; first += kVector) {
       const auto v = load_vector<kVector>(from + first);
       for (int i = 0; i < kVector; ++i) key[first + i] = static_cast<float>(v.values[i]) * scale;
@@ -44,7 +44,7 @@ __device__ void load_key(const StoreKeyCodesParams& p, int64_t row, int channel,
 }
 
 template <class C>
-__global__ void __launch_bounds__(kThreads) store_key_codes_kernel(StoreKeyCodesParams p) {
+__global__ void __launch_bounds__(kThreads) store_key_codes_kernel(StoreCodesParams p) {
   grid_dependency_wait();
   grid_dependency_launch();
   const int64_t slot = p.slot_mapping[blockIdx.x];
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) store_key_codes_kernel(StoreKeyCodes
 
 }  // namespace
 
-void store_key_codes(const StoreKeyCodesParams& p, void* stream) {
+void store_key_codes(const StoreCodesParams& p, void* stream) {
   const LaunchConfig config{.grid = p.tokens,
                             .block = kThreads,
                             .shared_bytes = sizeof(float) * kWarps * p.head_dim,

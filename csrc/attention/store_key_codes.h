@@ -6,9 +6,10 @@
 
 namespace fastinfer {
 
-struct StoreKeyCodesParams {
-  const void* k_cache;          // [num_blocks, block_size, heads, head_dim]; of int4 two elements a byte
-  const void* k_scale;          // as in PagedAttentionParams
+// Of store_value_codes, too, whose cache and codes are those of the values.
+struct StoreCodesParams {
+  const void* cache;            // keys [num_blocks, block_size, heads, head_dim]; of int4 two elements a byte
+  const void* scale;            // as in PagedAttentionParams
   const int64_t* slot_mapping;  // [tokens]; -1 is skipped
   uint32_t* codes;              // [num_blocks, heads, key_code_words, block_size]
   int64_t tokens;
@@ -22,8 +23,8 @@ struct StoreKeyCodesParams {
 
 }  // namespace fastinfer
 
-FASTINFER_CPU_KERNEL(store_key_codes, StoreKeyCodesParams)
+FASTINFER_CPU_KERNEL(store_key_codes, StoreCodesParams)
 
 namespace fastinfer::cuda {
-FASTINFER_API void store_key_codes(const StoreKeyCodesParams& params, void* stream);
+FASTINFER_API void store_key_codes(const StoreCodesParams& params, void* stream);
 }

@@ -8,10 +8,10 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
 template <class C>
-void store_codes(const StoreKeyCodesParams& p, int64_t slot, int head) {
+void store_codes(const StoreCodesParams& p, int64_t slot, int head) {
   const int columns = rotated_columns(p.head_dim), words = key_code_words(p.head_dim);
   float* const key = scratch_array<float>(0, columns);
-  load_rotated<C, kInt4KeyGroup>(p.k_cache, p.k_scale, slot * p.heads + head, p.head_dim, key);
+  load_rotated<C, kInt4KeyGroup>(p.cache, p.scale, slot * p.heads + head, p.head_dim, key);
   int8_t* const codes = scratch_array<int8_t>(1, columns);
   const float scale = round_to_levels(key, p.head_dim, codes);
   uint32_t* out = p.codes + (slot / p.block_size * p.heads + head) * words * p.block_size + slot % p.block_size;
@@ -25,7 +25,7 @@ void store_codes(const StoreKeyCodesParams& p, int64_t slot, int head) {
 
 }  // namespace
 
-void store_key_codes(const StoreKeyCodesParams& p) {
+void store_key_codes(const StoreCodesParams& p) {
   const auto run = [&]<class C>(C) {
     parallel_for(p.tokens, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
@@ -35,12 +35,7 @@ void store_key_codes(const StoreKeyCodesParams& p) {
       }
     });
   };
-  switch (p.quantization) {
-    case CacheQuantization::kInt8: return run(Int8{});
-    case CacheQuantization::kFp8: return run(E4m3{});
-    case CacheQuantization::kInt4: return run(Int4Pair{});
-    default: dispatch(p.cache_dtype, run);
-  }
+  dispatch_cache(p, run);
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

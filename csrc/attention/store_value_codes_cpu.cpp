@@ -9,7 +9,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
 template <class C>
-void store_block(const StoreValueCodesParams& p, int64_t block, int head) {
+void store_block(const StoreCodesParams& p, int64_t block, int head) {
   const int columns = rotated_columns(p.head_dim), words = value_code_words(p.head_dim, p.block_size);
   float* const value = scratch_array<float>(0, columns);
   int8_t* const codes = scratch_array<int8_t>(1, int64_t{kKeyCodesPerWord} * columns);
@@ -18,7 +18,7 @@ void store_block(const StoreValueCodesParams& p, int64_t block, int head) {
   for (int first = 0; first < p.block_size; first += kKeyCodesPerWord, out += p.head_dim) {
     for (int token = 0; token < kKeyCodesPerWord; ++token) {
       const int64_t slot = block * p.block_size + first + token;
-      load_rotated<C, kInt4ValueGroup>(p.v_cache, p.v_scale, slot * p.heads + head, p.head_dim, value);
+      load_rotated<C, kInt4ValueGroup>(p.cache, p.scale, slot * p.heads + head, p.head_dim, value);
       *scales++ = std::bit_cast<uint32_t>(round_to_levels(value, p.head_dim, codes + token * columns));
     }
     for (int channel = 0; channel < p.head_dim; ++channel) {
@@ -33,7 +33,7 @@ void store_block(const StoreValueCodesParams& p, int64_t block, int head) {
 
 }  // namespace
 
-void store_value_codes(const StoreValueCodesParams& p) {
+void store_value_codes(const StoreCodesParams& p) {
   const auto run = [&]<class C>(C) {
     parallel_for(p.tokens, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
@@ -43,12 +43,7 @@ void store_value_codes(const StoreValueCodesParams& p) {
       }
     });
   };
-  switch (p.quantization) {
-    case CacheQuantization::kInt8: return run(Int8{});
-    case CacheQuantization::kFp8: return run(E4m3{});
-    case CacheQuantization::kInt4: return run(Int4Pair{});
-    default: dispatch(p.cache_dtype, run);
-  }
+  dispatch_cache(p, run);
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA
