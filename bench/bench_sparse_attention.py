@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -154,8 +155,8 @@ def read_text(paths: list[Path], model: str, length: int, dtype: str = "auto") -
 def measure_quality(args: argparse.Namespace) -> list[dict[str, Any]]:
     """KL from dense attention in nats, and the share of tokens whose likeliest next token is the same."""
     begin, results = args.context - args.tokens, []
-    for dtype, block_size in ((dtype, block_size) for dtype in args.dtype for block_size in args.block_size):
-        model, tokens = read_text(args.text, args.model, args.context, dtype)
+    texts = ((dtype, *read_text(args.text, args.model, args.context, dtype)) for dtype in args.dtype)
+    for (dtype, model, tokens), block_size in product(texts, args.block_size):
         sequence = Sequence.make(model, tokens, block_size)
         for _ in sequence.log_probabilities(0, begin):
             pass

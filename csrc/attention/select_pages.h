@@ -34,8 +34,8 @@ struct SelectPagesParams {
   const int32_t* query_start;   // [seqs + 1]; its last element may be beyond the tokens
   const int32_t* row_start;     // [rows + 1]; null if each token is a row
   const uint32_t* value_codes;  // [num_blocks, kv_heads, value_code_words]; null if nothing attends to the other pages
-  void* rest;                   // [rows, q_heads, head_dim]: attention to the pages that are not chosen, and its
-  float* rest_lse;              // [rows, q_heads]; null without value_codes
+  void* rest;                   // [rows, q_heads, head_dim]: attention to the pages that are not chosen
+  float* rest_lse;              // [rows, q_heads]: natural logarithm of the sum of its exponentials
   int32_t* pages;               // [rows, kv_heads, max_blocks]
   int32_t* lens;                // [rows, kv_heads]
   int64_t rows;

@@ -94,7 +94,7 @@ class PageSelection {
       estimate(blocks, pages, first, count, logits_ + kept * stride_);
       for (int r = 0; r < count; ++r) {
         hide(kept + r, position + 1 - (first + r) / group_ * kQueryStride, pages);
-        add_weights(first + r, kept + r, pages);
+        add_weights(kept + r, pages);
       }
     }
     const int limit = find_limit(pages, kSumOfWeights / static_cast<float>(rows));
@@ -112,12 +112,12 @@ class PageSelection {
   struct Query {
     int32_t offset;  // taken from twice the sum of products with codes, of which each stands for 7.5 less
     float factor;    // of logits to the base 2
-    float top;       // the largest estimate to the base 2
   };
 
   // Of one query head.
   struct Rest {
     f32v weights;      // of the tokens of all pages that are not chosen, lane by lane: a code stands for 7.5 less
+    float top;         // the largest estimate to the base 2
     float factor;      // of a page's bytes
     float mass;        // of all pages that are not chosen
     float negligible;  // mass of a page that counts nothing
@@ -186,8 +186,7 @@ class PageSelection {
       for (int i = 0; i < p_.head_dim; ++i) sum += bytes[i].value;
       queries_[row + r] = {
           static_cast<int32_t>(2 * kLargestKeyLevel) * sum,
-          p_.scale * std::numbers::log2e_v<float> * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim))),
-          0.0f};
+          p_.scale * std::numbers::log2e_v<float> * scale / (2.0f * static_cast<float>(hadamard_size(p_.head_dim)))};
     }
   }
 
@@ -295,12 +294,12 @@ class PageSelection {
     }
   }
 
-  // Adds the probabilities of a row, whose logits are those of `kept`, to the pages' weights, and leaves them in the
-  // logits' place if values are weighed, too. The weight of a page with an infinity or a NaN is infinite, so that
-  // attention shows it, and counts for no other.
-  void add_weights(int row, int kept, int pages) {
-    float* const logits = logits_ + kept * stride_;
-    float* const own_sums = sums_ + kept * pages_stride_;
+  // Adds the probabilities of a row to the pages' weights, and leaves them in the logits' place if values are weighed,
+  // too. The weight of a page with an infinity or a NaN is infinite, so that attention shows it, and counts for no
+  // other.
+  void add_weights(int row, int pages) {
+    float* const logits = logits_ + row * stride_;
+    float* const own_sums = sums_ + row * pages_stride_;
     const bool keeps = p_.value_codes != nullptr;
     const int64_t size = halves_ ? (pages + 1) / 2 * kLanes : int64_t{pages} * vectors_ * kLanes;
     f32v largest = broadcast(-kInfinity);
@@ -337,10 +336,7 @@ class PageSelection {
     const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     const float inverse = 1.0f / std::max(sum, std::numeric_limits<float>::min());
     for (int page = 0; page < pages; ++page) weights_[page] += own_sums[page] * inverse;
-    if (keeps) {
-      queries_[row].top = top;
-      rests_[row] = Rest{f32v{}, 0.0f, 0.0f, sum * kNegligible / static_cast<float>(pages)};
-    }
+    if (keeps) rests_[row] = Rest{f32v{}, top, 0.0f, 0.0f, sum * kNegligible / static_cast<float>(pages)};
   }
 
   // The attention of a token to the pages that are not chosen, by codes of keys and values alone.
@@ -378,7 +374,7 @@ class PageSelection {
       T* const out = static_cast<T*>(p_.rest) + head * p_.head_dim;
       for_each_vector(p_.head_dim,
                       [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(result + i) * factor, lanes); });
-      p_.rest_lse[head] = std::numbers::ln2_v<float> * (queries_[r].top + std::log2(mass));  // of 0 -infinity
+      p_.rest_lse[head] = std::numbers::ln2_v<float> * (rests_[r].top + std::log2(mass));  // of 0 -infinity
     }
   }
 

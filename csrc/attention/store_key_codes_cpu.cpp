@@ -1,6 +1,6 @@
 #include <bit>
 
-#include "attention/key_codes_cpu.h"
+#include "attention/store_codes_cpu.h"
 #include "attention/store_key_codes.h"
 #include "common/cpu/parallel.h"
 

@@ -2,7 +2,7 @@
 
 #include <bit>
 
-#include "attention/key_codes_cpu.h"
+#include "attention/store_codes_cpu.h"
 #include "common/cpu/parallel.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {

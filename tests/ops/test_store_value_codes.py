@@ -17,11 +17,7 @@ def empty_codes(heads: int, head_dim: int, block_size: int) -> Tensor:
 
 def assert_codes(codes: Tensor, values: Tensor) -> None:
     """Codes of values [blocks, block_size, heads, head_dim]."""
-    levels, scales = reference.value_levels(codes)
-    rotated = reference.hadamard(values)
-    torch.testing.assert_close(scales.double(), rotated.abs().amax(-1) / 7.5, rtol=1e-6, atol=0)
-    steps = torch.where(scales[..., None] > 0, rotated / scales[..., None].double(), 0.5)
-    assert ((levels - steps).abs() <= 0.5001).all()
+    reference.assert_nearest_levels(*reference.value_levels(codes), values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -265,6 +265,14 @@ def key_levels(codes: Tensor) -> tuple[Tensor, Tensor]:
     return levels, scales.contiguous().view(torch.float32)
 
 
+def assert_nearest_levels(levels: Tensor, scales: Tensor, rows: Tensor) -> None:
+    """Assert that levels and scales are those of rows [blocks, block_size, heads, head_dim], after the rotation."""
+    rotated = hadamard(rows)
+    torch.testing.assert_close(scales.double(), rotated.abs().amax(-1) / 7.5, rtol=1e-6, atol=0)
+    steps = torch.where(scales[..., None] > 0, rotated / scales[..., None].double(), 0.5)
+    assert ((levels - steps).abs() <= 0.5001).all()
+
+
 def value_levels(codes: Tensor) -> tuple[Tensor, Tensor]:
     """The levels of values, [blocks, block_size, heads, head_dim], and their scales [blocks, block_size, heads]."""
     blocks, heads, words, block_size = codes.shape

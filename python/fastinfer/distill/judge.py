@@ -66,6 +66,6 @@ class Judge:
             for start in range(0, len(hidden), PART_ROWS):
                 part = slice(start, start + PART_ROWS)
                 p, q = reference[part].float(), student.head(outputs, hidden[part]).float().log_softmax(-1)
-                loss = nll_loss(q, tokens[part], reduction="sum")
-                sums += torch.stack([loss, (p.exp() * (p - q)).sum(), torch.minimum(p, q).exp().sum()])
+                nll = nll_loss(q, tokens[part], reduction="sum")
+                sums += torch.stack([nll, (p.exp() * (p - q)).sum(), torch.minimum(p, q).exp().sum()])
         return Judgement(*(sums / sum(map(len, self._log_probs))).tolist())

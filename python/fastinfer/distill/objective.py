@@ -12,6 +12,8 @@ from fastinfer.distill.losses import Targets, WholeTargets, attention_loss, hidd
 from fastinfer.distill.student import PROJECTIONS, Student
 from fastinfer.errors import RequestError
 
+# Records from which the teacher's distributions follow, see fastinfer.distill.recorder.Recorder.take.
+DISTRIBUTIONS = ("tokens", "log_probs", "tail", "output")
 # Number of layers whose outputs are compared.
 HIDDEN_LAYERS = 4
 
@@ -50,6 +52,8 @@ class Objective:
         attention_layer = None if self.attention_layer is None else student.layer_of(self.attention_layer)
         with student.recording(hidden, attention_layer) as found:
             outputs = student.outputs(ids[:, :-1])
+        tokens = ids[:, self.given :].flatten()
+        records = {name: shard[name][:, self.given - 1 :].flatten(0, 1) for name in DISTRIBUTIONS if name in shard}
 
         def token_loss(rows: Tensor, part: slice) -> Tensor:
             logits = student.head(outputs, rows)
@@ -60,10 +64,10 @@ class Objective:
 
             losses = []
             if "logit" in self.losses:
-                targets = self._targets(shard, part)
+                targets = self._targets({name: tensor[part] for name, tensor in records.items()})
                 losses.append(logit_loss(log_probs(self.temperature), targets, self.divergence, self.temperature))
             if "ce" in self.losses:
-                losses.append(nll_loss(log_probs(1.0), ids[:, self.given :].flatten()[part]))
+                losses.append(nll_loss(log_probs(1.0), tokens[part]))
             return torch.stack(losses).sum()
 
         parts = []
@@ -76,14 +80,10 @@ class Objective:
             parts.append(torch.stack(relations).mean())
         return torch.stack(parts).sum()
 
-    def _targets(self, shard: dict[str, Tensor], part: slice) -> Targets | WholeTargets:
-        def counted(name: str) -> Tensor:
-            return shard[name][:, self.given - 1 :].flatten(0, 1)[part]
-
-        if "output" in shard:
-            return WholeTargets(self.teacher_log_probs(counted("output")))
-        tokens, log_probs, tail = map(counted, ("tokens", "log_probs", "tail"))
-        return Targets(tokens.long(), log_probs.float(), tail.float())
+    def _targets(self, records: dict[str, Tensor]) -> Targets | WholeTargets:
+        if "output" in records:
+            return WholeTargets(self.teacher_log_probs(records["output"]))
+        return Targets(records["tokens"].long(), records["log_probs"].float(), records["tail"].float())
 
 
 def _hidden(student: Tensor, teacher: Tensor) -> Tensor:

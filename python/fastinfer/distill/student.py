@@ -17,7 +17,8 @@ from fastinfer.utils.machine import has_bf16
 # Bytes of a number that is trained, which has a gradient and two means of AdamW, and of one that is not; all in fp32.
 TRAINED_BYTES = 16
 FROZEN_BYTES = 4
-# Of one of the output layer where products are in bf16: autocast would convert its weights anew for each product.
+# Bytes of a weight of the output layer where products are in bf16. It is kept in bf16, because autocast would convert
+# it again for each product.
 HEAD_BYTES = 2
 # Fields of transformers' configurations that are lists with an entry for each layer.
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_theta")

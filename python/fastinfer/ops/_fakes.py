@@ -183,10 +183,6 @@ def _(seq_lens: Tensor, *args: object) -> Tensor:
 
 
 @fake("store_key_codes")
-def _(codes: Tensor, *args: object) -> None:
-    return None
-
-
 @fake("store_value_codes")
 def _(codes: Tensor, *args: object) -> None:
     return None
